@@ -1,0 +1,1 @@
+"""Text: the corpus, the vocabularies, and the Engram class map and addresses."""
