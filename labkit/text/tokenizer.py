@@ -7,7 +7,6 @@ any text has an encoding and decoding it gives the same text back.
 from __future__ import annotations
 
 import codecs
-import hashlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -180,10 +179,9 @@ class Tokenizer:
 
     @cached_property
     def _class_digest(self) -> str:
-        from labkit.text.engram_map import engram_classes
+        from labkit.text.engram_map import class_digest, engram_classes
 
-        classes, _ = engram_classes(self)
-        return hashlib.sha256(classes.numpy().astype("<i8").tobytes()).hexdigest()
+        return class_digest(engram_classes(self)[0])
 
     def digest(self) -> str:
         """SHA-256 of the Engram class map, hexadecimal.
