@@ -1,0 +1,94 @@
+"""CSA2 attention: a sliding window plus a selection from a shared compressed cache.
+
+All layers have a window. A Full layer also compresses the tokens it reads and publishes the
+entries; Reindex and Reuse layers read the last Full layer's entries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from labkit.config import LayerRole, ModelConfig
+from labkit.model.compressor import Compressor
+from labkit.model.indexer import Indexer
+from labkit.model.norm import RMSNorm
+from labkit.model.rope import rotate
+from labkit.model.run import Run
+
+
+class GroupedLinear(nn.Module):
+    """Block-diagonal projection: group g of the input meets only its own rows of the weight."""
+
+    def __init__(self, width: int, rank: int, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+        self.weight = nn.Parameter(torch.empty(groups * rank, width // groups))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., G, width/G] -> [..., G*rank]."""
+        weight = self.weight.unflatten(0, (self.groups, -1))            # [G,rank,width/G]
+        return torch.einsum("...gi,goi->...go", x, weight).flatten(-2)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, role: LayerRole) -> None:
+        super().__init__()
+        c = self.config = config
+        self.role = role
+        self.wq_a = nn.Linear(c.hidden_size, c.q_lora_rank, bias=False)
+        self.q_norm = RMSNorm(c.q_lora_rank, c.rms_norm_eps)
+        self.wq_b = nn.Linear(c.q_lora_rank, c.num_attention_heads * c.head_dim, bias=False)
+        self.wkv = nn.Linear(c.hidden_size, c.head_dim, bias=False)
+        self.kv_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.attn_sink = nn.Parameter(torch.zeros(c.num_attention_heads))
+        self.wo_a = GroupedLinear(c.num_attention_heads * c.head_dim, c.o_lora_rank, c.o_groups)
+        self.wo_b = nn.Linear(c.o_groups * c.o_lora_rank, c.hidden_size, bias=False)
+        if role.kind == "full":
+            self.compressor = Compressor(c, role.layer)
+        if role.kind in ("full", "reindex"):
+            self.indexer = Indexer(c, role)
+
+    def forward(self, x: torch.Tensor, run: Run) -> torch.Tensor:
+        """x [B,T,D] -> [B,T,D]; advances this layer's window and, in a Full layer, its store."""
+        c, role, name = self.config, self.role, f"layers.{self.role.layer}.attn"
+        turns = run.turns(compressed=role.ratio > 0)                    # [B,T,R/2] each
+        per_head = (turns[0][:, :, None], turns[1][:, :, None])         # [B,T,1,R/2]
+
+        q_latent = self.q_norm(self.wq_a(x))                            # [B,T,q_lora]
+        q = self.wq_b(q_latent).unflatten(-1, (c.num_attention_heads, c.head_dim))
+        q = rotate(q, per_head)                                         # [B,T,H,d]
+
+        # One vector per token serves as key and value of every head, rotated and rounded whole.
+        kv = run.round(rotate(self.kv_norm(self.wkv(x)), turns), "fp8")  # [B,T,d]
+        window = run.cache.windows[role.layer].extend(kv, run.start, run.count)
+
+        if role.kind == "full":
+            self._publish(x, run)
+        if role.kind in ("full", "reindex"):
+            run.published.selection = self.indexer(x, q_latent, run)
+        entries = selection = None
+        if role.ratio:
+            entries, selection = run.published.kv, run.published.selection
+        run.tap(f"{name}.q", q)
+        run.tap(f"{name}.window", window)
+        y = run.kernels.sparse_attention(q, window, entries, selection, self.attn_sink, run.start)
+        # Keys are values here, so values carry their rotation: turn it back at the query's place.
+        y = rotate(y.to(x.dtype), per_head, inverse=True)               # [B,T,H,d]
+        y = y.flatten(-2).unflatten(-1, (c.o_groups, -1))               # [B,T,G,H*d/G]
+        out = self.wo_b(self.wo_a(y))                                   # [B,T,D]
+        run.tap(f"{name}.out", out)
+        return out
+
+    def _publish(self, x: torch.Tensor, run: Run) -> None:
+        """Compress, round, store, and make this layer's cache the one that is read."""
+        name, ratio = f"layers.{self.role.layer}.attn", self.role.ratio
+        latent, complete = self.compressor(x, run)                      # [B,G,d], [B]
+        entries = run.round(rotate(latent, run.group_turns(ratio, latent.shape[1])), "nvfp4")
+        store = run.cache.stores[self.role.layer]
+        store.append(entries, self.indexer.keys(latent, run), complete)
+        # Published anew in every pass, also when no group was completed: the keys that a step
+        # scores against are always the owner's.
+        run.published.kv, run.published.index_keys = store.kv, store.index_keys
+        run.tap(f"{name}.compressed_kv", store.kv)
+        run.tap(f"{name}.index_keys", store.index_keys)

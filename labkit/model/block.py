@@ -1,0 +1,53 @@
+"""One layer: Engram update of the streams, then the attention site, then the FFN site."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from labkit.config import LayerRole, ModelConfig
+from labkit.model.attention import Attention
+from labkit.model.engram import Engram
+from labkit.model.hyper import collapse, expand, hyper_mix
+from labkit.model.moe import MoE
+from labkit.model.norm import RMSNorm
+from labkit.model.run import Run
+
+
+class Block(nn.Module):
+    """Single-pass hyper-connections: a site reads the streams with the *previous* site's `pre`."""
+
+    def __init__(self, config: ModelConfig, role: LayerRole) -> None:
+        super().__init__()
+        c = self.config = config
+        self.role = role
+        if role.engram:
+            self.engram = Engram(c, role.layer)
+        self.attn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.attn = Attention(c, role)
+        self.ffn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.ffn = MoE(c, f"layers.{role.layer}.ffn", c.n_routed_experts, c.num_experts_per_tok)
+        C, D = c.hc_mult, c.hidden_size
+        for site in ("attn", "ffn"):  # checkpoint keys layers.{i}.hc_attn_fn, ...
+            self.register_parameter(f"hc_{site}_fn", nn.Parameter(torch.empty(C * (C + 2), C * D)))
+            self.register_parameter(f"hc_{site}_base", nn.Parameter(torch.zeros(C * (C + 2))))
+            self.register_parameter(f"hc_{site}_scale", nn.Parameter(torch.ones(3)))
+
+    def forward(self, h: torch.Tensor, pre: torch.Tensor, run: Run, rows: torch.Tensor | None,
+                blocked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """h [B,T,C,D], pre [B,T,C], rows [B,T,(N-1)*heads] -> the streams and the next `pre`."""
+        c, name = self.config, f"layers.{self.role.layer}"
+        run.tap(f"{name}.streams_in", h)
+        if self.role.engram:
+            assert rows is not None
+            h = self.engram(h, rows, blocked, run)
+        run.tap(f"{name}.streams_after_engram", h)
+
+        mix = hyper_mix(h, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, c)
+        x = collapse(h, pre)                                            # [B,T,D]
+        h = expand(self.attn(self.attn_norm(x), run), h, mix)
+
+        mix2 = hyper_mix(h, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, c)
+        x = collapse(h, mix.pre)
+        h = expand(self.ffn(self.ffn_norm(x), run), h, mix2)
+        return h, mix2.pre

@@ -1,0 +1,138 @@
+"""The whole text model: embed, layers over C streams, head; one code path for every use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from labkit import kernels
+from labkit.cache import Cache
+from labkit.config import ModelConfig
+from labkit.errors import InputError
+from labkit.model.block import Block
+from labkit.model.hyper import collapse
+from labkit.model.norm import RMSNorm
+from labkit.model.run import Run
+from labkit.numerics.precision import wide
+from labkit.text.engram_hash import addresses, next_history
+from labkit.trace import Taps
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor  # [B,T,V] fp32 or wider; void behind a row's length
+
+
+class Transformer(nn.Module):
+    """DeepSeek-V4.1 text backbone; parameter names are the checkpoint's.
+
+    `model(ids)` is a pass over a fresh cache; prefill in chunks, decode and replay are the same
+    layers over a cache that already holds something.
+    """
+
+    engram_classes: torch.Tensor
+
+    def __init__(self, config: ModelConfig, engram_classes: torch.Tensor | None = None,
+                 kernel_set: str = "auto", cache_rounding: bool = True) -> None:
+        """engram_classes: int64 [V], class of every id (`labkit.text.engram_classes`)."""
+        super().__init__()
+        self.config = config
+        self.kernels = kernels.get(kernel_set)
+        self.cache_rounding = cache_rounding
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, role) for role in config.roles)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if engram_classes is None:
+            if config.engram_layer_ids:
+                raise InputError("a model with Engram layers needs the class map of its tokenizer: "
+                                 "pass engram_classes")
+            engram_classes = torch.zeros(config.vocab_size, dtype=torch.int64)
+        self.register_buffer("engram_classes", engram_classes, persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    def new_cache(self, batch: int = 1) -> Cache:
+        return Cache(self.config, batch, self.dtype, self.device)
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor | None = None, *,
+                cache: Cache | None = None, taps: Taps | None = None,
+                last_only: bool = False) -> Output:
+        """ids int64 [B,T], right-padded; lengths [B]: live tokens a row (default T).
+
+        cache: continue the sequences in it (advanced in place); None: a fresh one.
+        last_only: logits of each row's last live token only, [B,1,V].
+        InputError for ids, lengths or a context that the model cannot take.
+        """
+        ids, count = self._checked(ids, lengths, cache)
+        cache = cache if cache is not None else self.new_cache(ids.shape[0])
+        run = Run(self.config, cache, self.kernels, cache.lengths, count, ids.shape[1], self.dtype,
+                  self.cache_rounding, taps)
+        cache.begin()
+        x = self._layers(ids, run)                                      # [B,T,D]
+        if last_only:
+            x = torch.take_along_dim(x, (count - 1)[:, None, None], dim=1)
+        logits = F.linear(wide(self.norm(x)), wide(self.head.weight))   # [B,T,V]
+        run.tap("logits", logits)
+        cache.commit(count)
+        return Output(logits)
+
+    def _layers(self, ids: torch.Tensor, run: Run) -> torch.Tensor:
+        """Streams through all layers, then collapsed: [B,T] -> [B,T,D]."""
+        c, cache = self.config, run.cache
+        blocked = ~run.live                                             # [B,T]
+        rows = None
+        if c.engram_layer_ids:
+            history = cache.classes
+            rows = addresses(c, self.engram_classes, ids, blocked, history)  # [B,T,L,(N-1)*heads]
+            cache.classes = next_history(c, self.engram_classes, ids, run.count, blocked, history)
+            run.tap("engram_hash_ids", rows)
+        h = self.embed(ids)[:, :, None].expand(-1, -1, c.hc_mult, -1)    # [B,T,C,D]
+        pre = torch.zeros(*ids.shape, c.hc_mult, dtype=wide(h[:1, :1]).dtype, device=ids.device)
+        pre[..., 0] = 1.0                                               # the first site reads stream 0
+        for layer, block in enumerate(self.layers):
+            own = None
+            if rows is not None and layer in c.engram_layer_ids:
+                own = rows[:, :, c.engram_layer_ids.index(layer)]
+            h, pre = block(h, pre, run, own, blocked)
+        return collapse(h, pre)
+
+    def _checked(self, ids: torch.Tensor, lengths: torch.Tensor | None,
+                 cache: Cache | None) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.as_tensor(ids, device=self.device)
+        if ids.ndim == 1:
+            ids = ids[None]
+        if ids.ndim != 2 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
+            raise InputError(f"ids must be integers of shape [B,T], got {tuple(ids.shape)} {ids.dtype}")
+        B, T = ids.shape
+        if T == 0 or B == 0:
+            raise InputError("the prompt is empty: give at least one token")
+        ids = ids.long()
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.config.vocab_size:
+            bad = low if low < 0 else high
+            raise InputError(f"token id {bad} is outside the vocabulary 0..{self.config.vocab_size - 1}")
+        if lengths is None:
+            count = torch.full((B,), T, device=ids.device)
+        else:
+            count = torch.as_tensor(lengths, device=ids.device).long()
+            if count.shape != (B,) or int(count.min()) < 1 or int(count.max()) > T:
+                raise InputError(f"lengths must be {B} numbers in 1..{T}, got {count.tolist()}")
+        if cache is not None and cache.batch != B:
+            raise InputError(f"the cache holds {cache.batch} sequences, ids hold {B}")
+        past = cache.lengths if cache is not None else torch.zeros_like(count)
+        longest = int((past + count).max())
+        if longest > self.config.max_position_embeddings:
+            raise InputError(
+                f"{longest} tokens do not fit the context of {self.config.max_position_embeddings} "
+                "(max_position_embeddings): shorten the prompt or ask for fewer new tokens")
+        return ids, count
