@@ -19,73 +19,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from labkit.errors import ConfigError
+from labkit.primes import engram_primes, engram_rows
 
 if TYPE_CHECKING:
     from labkit.config import ModelConfig
 
-
-def is_prime(n: int) -> bool:
-    """Trial division; the moduli are near engram_vocab_size, so a few thousand steps at most."""
-    if n < 4:
-        return n > 1
-    if n % 2 == 0:
-        return False
-    factor = 3
-    while factor * factor <= n:
-        if n % factor == 0:
-            return False
-        factor += 2
-    return True
-
-
-@lru_cache(maxsize=16)
-def _primes(layers: int, orders: int, heads: int, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    used: set[int] = set()  # shared by all layers and orders
-    tables = []
-    for _ in range(layers):
-        layer: list[int] = []
-        for _ in range(orders):
-            cursor = vocab_size - 1  # restarts for every order
-            for _ in range(heads):
-                cursor += 1
-                while cursor in used or not is_prime(cursor):
-                    cursor += 1
-                used.add(cursor)
-                layer.append(cursor)
-        tables.append(tuple(layer))
-    return tuple(tables)
-
-
-def engram_primes(config: ModelConfig) -> list[list[int]]:
-    """Rows of every small table: per Engram layer (N-1)*E primes, order-major, then head.
-
-    Each is the next prime that no table uses yet, after a cursor that restarts at
-    engram_vocab_size - 1 for every order.
-    """
-    layers, orders = len(config.engram_layer_ids), config.engram_max_ngram_size - 1
-    found = _primes(layers, orders, config.engram_n_heads, config.engram_vocab_size)
-    return [list(layer) for layer in found]
+__all__ = [
+    "addresses",
+    "engram_multipliers",
+    "engram_offsets",
+    "engram_primes",
+    "engram_rows",
+    "next_history",
+]
 
 
 def engram_offsets(config: ModelConfig) -> list[list[int]]:
     """First row of every small table within its layer's table, in the order of the primes."""
     return [[0, *accumulate(primes[:-1])] for primes in engram_primes(config)]
-
-
-def engram_rows(config: ModelConfig) -> list[int]:
-    """Rows of each layer's table (released config: 384,006,168 and 384,016,682)."""
-    return [sum(primes) for primes in engram_primes(config)]
-
-
-def check_engram_rows(config: ModelConfig) -> None:
-    """Raise `ConfigError` unless engram_num_embeddings is what the primes add up to."""
-    rows = engram_rows(config)
-    if list(config.engram_num_embeddings) != rows:
-        raise ConfigError(
-            f"engram_num_embeddings is {list(config.engram_num_embeddings)}, but the primes after "
-            f"engram_vocab_size {config.engram_vocab_size} add up to {rows}; correct the config."
-        )
 
 
 def engram_multipliers(layer: int, classes: int, N: int) -> list[int]:
@@ -102,21 +53,19 @@ def engram_multipliers(layer: int, classes: int, N: int) -> list[int]:
 def _constants(
     layer_ids: tuple[int, ...],
     classes: int,
+    primes: tuple[tuple[int, ...], ...],
     N: int,
-    heads: int,
-    vocab_size: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multipliers [L,N], primes [L,N-1,E], offsets [L,N-1,E], all int64."""
-    primes = _primes(len(layer_ids), N - 1, heads, vocab_size)
-    offsets = [[0, *accumulate(layer[:-1])] for layer in primes]
-    shape = (len(layer_ids), N - 1, heads)
     multipliers = [engram_multipliers(layer, classes, N) for layer in layer_ids]
-    return (
-        torch.tensor(multipliers, dtype=torch.int64, device=device),
-        torch.tensor(primes, dtype=torch.int64, device=device).view(shape),
-        torch.tensor(offsets, dtype=torch.int64, device=device).view(shape),
-    )
+    offsets = [[0, *accumulate(layer[:-1])] for layer in primes]
+
+    def tensor(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    shape = (len(layer_ids), N - 1, -1)
+    return tensor(multipliers), tensor(primes).view(shape), tensor(offsets).view(shape)
 
 
 def _extended(
@@ -158,6 +107,8 @@ def addresses(
     N, heads = config.engram_max_ngram_size, config.engram_n_heads
     layer_ids = tuple(config.engram_layer_ids)
     batch, length = ids.shape
+    if not layer_ids:
+        return ids.new_empty((batch, length, 0, (N - 1) * heads))
     target = ids.device
     if target.type == "mps":  # exact 64-bit products are not to be had on every such device
         ids, classes = ids.cpu(), classes.cpu()
@@ -166,9 +117,8 @@ def addresses(
     multipliers, primes, offsets = _constants(
         layer_ids,
         config.engram_compressed_vocab_size,
+        tuple(map(tuple, engram_primes(config))),
         N,
-        heads,
-        config.engram_vocab_size,
         ids.device,
     )
     extended = _extended(config, classes, ids, blocked, history)  # [B,N-1+T]
