@@ -131,6 +131,7 @@ def project_requirement(level: str) -> str:
 def jupyter_command(python: str, options: "list[str]", is_root: bool) -> "list[str]":
     """JupyterLab on the first notebook; it asks nobody for updates, news or extensions."""
     command = [python, "-m", "jupyterlab", NOTEBOOK]
+    command.append("--ServerApp.root_dir=" + ROOT)  # else the notebook's folder, without labkit
     command.append("--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate")
     command.append("--LabApp.news_url=None")
     command.append("--LabApp.extension_manager=readonly")
@@ -146,7 +147,8 @@ def pytest_command(python: str, words: "list[str]", folders: "list[str]") -> "li
     if "--all" not in words:
         command += ["-m", "not slow"]
     rest = [word for word in words if word != "--all"]
-    narrowed = any(word.split("::")[0].split("/")[0] in ("tests", "notebooks") for word in rest)
+    heads = [word.replace("\\", "/").split("::")[0].split("/")[0] for word in rest]
+    narrowed = "tests" in heads or "notebooks" in heads
     return command + rest + ([] if narrowed else folders)
 
 

@@ -52,7 +52,8 @@ def _failing(error: BaseException) -> typer.Typer:
 
 
 def test_lab_errors_become_one_sentence_and_exit_code_1():
-    result = runner.invoke(_failing(InputError("ids reach 600; the vocabulary ends at 511")), ["fail"])
+    error = InputError("ids reach 600; the vocabulary ends at 511")
+    result = runner.invoke(_failing(error), ["fail"])
     assert result.exit_code == 1
     assert result.stderr == "labkit: ids reach 600; the vocabulary ends at 511\n"
     assert "Traceback" not in result.output
@@ -97,9 +98,11 @@ def test_doctor_names_a_missing_package(monkeypatch):
 
 
 def test_doctor_lists_direct_dependencies_without_extras(monkeypatch):
-    monkeypatch.setattr(doctor.metadata, "requires", lambda n: ["numpy>=2", "pytest ; extra == 't'"])
+    requirements = ["numpy>=2", "pytest ; extra == 't'"]
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: requirements)
     (finding,) = doctor._packages()
-    assert finding.state == "ok" and finding.text.startswith("numpy ") and "pytest" not in finding.text
+    assert finding.state == "ok" and finding.text.startswith("numpy ")
+    assert "pytest" not in finding.text
 
 
 def test_doctor_says_when_labkit_is_not_installed(monkeypatch):

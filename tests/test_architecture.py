@@ -1,0 +1,84 @@
+"""docs/architecture.md against the code: its table of keys names every tensor, and rightly."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from labkit.checkpoint import layout, storage_of
+from labkit.config import ModelConfig
+from labkit.model.transformer import Transformer
+
+TEXT = (Path(__file__).resolve().parents[1] / "docs" / "architecture.md").read_text("utf-8")
+# key, code, shape, storage
+ROWS = re.findall(
+    r"^\| `([\w.{}]+)` \| (planned|`[\w.]+`) \| \[([^|]*)\] \| ([^|]+) \|", TEXT, re.MULTILINE
+)
+STORAGE = {"fp8_tile": "fp8 tile", "fp8_row": "fp8 row", "fp4_row": "fp4 row"}
+
+
+def plain(name: str) -> str:
+    """'layers.12.ffn.experts.3.w1.weight' -> 'layers.{i}.ffn.experts.{e}.w1.weight'."""
+    name = re.sub(r"^layers\.\d+", "layers.{i}", name)
+    # A stage of the draft is a block; what only stages hold has rows of its own.
+    own = r"\.(main_|norm\.|markov_head|confidence_head)"
+    name = re.sub(r"^mtp\.\d+(?=" + own + ")", "mtp.{s}", name)
+    name = re.sub(r"^mtp\.\d+", "layers.{i}", name)
+    name = re.sub(r"^vision\.blocks\.\d+", "vision.blocks.{b}", name)
+    return re.sub(r"\.experts\.\d+", ".experts.{e}", name)
+
+
+def test_every_tensor_of_the_release_has_one_row():
+    keys = [row[0] for row in ROWS]
+    assert len(set(keys)) == len(keys)
+    names = [spec.name for spec in layout(ModelConfig.preset("flash"), "plain")]
+    assert {plain(name) for name in names} == set(keys)
+
+
+def test_storage_is_the_layout_s():
+    told = {row[0]: row[3].strip() for row in ROWS}
+    for spec in layout(ModelConfig.preset("flash"), "plain"):
+        kind = storage_of(spec.name)
+        assert told[plain(spec.name)] == STORAGE.get(kind, kind), spec.name
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = ModelConfig.preset("nano")
+    classes = torch.arange(config.vocab_size) % config.engram_compressed_vocab_size
+    return Transformer(config, engram_classes=classes)
+
+
+def test_code_column_names_the_class_and_attribute_that_hold_the_tensor(model):
+    told = {row[0]: row[1].strip("`") for row in ROWS}
+    seen = set()
+    for name, _ in model.named_parameters():
+        path = name.removesuffix(".weight").split(".")
+        owner = model.get_submodule(".".join(path[:-1]))
+        key = plain(name)
+        if key.endswith("gate.weight") and "ffn" in key:  # the gate holds its weight itself
+            owner, path = model.get_submodule(name.removesuffix(".weight")), ["weight"]
+        assert told[key] == f"{type(owner).__name__}.{path[-1]}", name
+        seen.add(key)
+    # and what the table calls planned is what the model does not hold yet
+    assert {key for key, code in told.items() if code != "planned"} == seen
+
+
+def test_shapes_in_symbols_are_the_model_s(model):
+    c = model.config
+    symbols = {
+        "V": c.vocab_size, "D": c.hidden_size, "C": c.hc_mult, "H": c.num_attention_heads,
+        "d": c.head_dim, "G": c.o_groups, "Hi": c.index_n_heads, "di": c.index_head_dim,
+        "E": c.n_routed_experts, "F": c.moe_intermediate_size, "N": c.engram_max_ngram_size,
+        "heads": c.engram_n_heads, "q_lora_rank": c.q_lora_rank, "o_lora_rank": c.o_lora_rank,
+        "engram_head_dim": c.engram_head_dim,
+    }  # fmt: skip
+    shapes = {row[0]: row[2] for row in ROWS}
+    for name, parameter in model.named_parameters():
+        values = dict(symbols)
+        if "engram" in name:
+            values["rows"] = parameter.shape[0]  # a sum of primes, checked with the addresses
+        formula = shapes[plain(name)].replace("·", "*").replace("C(", "C*(")
+        expected = [eval(part, {}, values) for part in formula.split(", ")]
+        assert list(parameter.shape) == expected, name
