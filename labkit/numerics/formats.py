@@ -119,7 +119,7 @@ def e2m1_values() -> list[float]:
 def e4m3_values() -> list[float]:
     """The 256 values in code order. No infinities: only the all-ones codes are NaN."""
     values = _small_float(exponent_bits=4, mantissa_bits=3, bias=7)
-    values[0x7F], values[0xFF] = math.nan, math.nan
+    values[0x7F], values[0xFF] = math.nan, -math.nan
     return values
 
 
