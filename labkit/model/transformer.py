@@ -66,13 +66,18 @@ class Transformer(nn.Module):
 
     def forward(self, ids: torch.Tensor, lengths: torch.Tensor | None = None, *,
                 cache: Cache | None = None, taps: Taps | None = None,
-                last_only: bool = False) -> Output:
+                last_only: bool = False, pixel_values: torch.Tensor | None = None,
+                image_grid_hws: torch.Tensor | None = None,
+                vision_token_types: torch.Tensor | None = None) -> Output:
         """ids int64 [B,T], right-padded; lengths [B]: live tokens a row (default T).
 
         cache: continue the sequences in it (advanced in place); None: a fresh one.
         last_only: logits of each row's last live token only, [B,1,V].
-        InputError for ids, lengths or a context that the model cannot take.
+        InputError for ids, lengths, a context or images that the model cannot take.
         """
+        if any(image is not None for image in (pixel_values, image_grid_hws, vision_token_types)):
+            raise InputError("this version of labkit does not see images: leave out pixel_values, "
+                             "image_grid_hws and vision_token_types")
         ids, count = self._checked(ids, lengths, cache)
         cache = cache if cache is not None else self.new_cache(ids.shape[0])
         run = Run(self.config, cache, self.kernels, cache.lengths, count, ids.shape[1], self.dtype,
@@ -98,7 +103,7 @@ class Transformer(nn.Module):
             run.tap("engram_hash_ids", rows)
         h = self.embed(ids)[:, :, None].expand(-1, -1, c.hc_mult, -1)    # [B,T,C,D]
         pre = torch.zeros(*ids.shape, c.hc_mult, dtype=wide(h[:1, :1]).dtype, device=ids.device)
-        pre[..., 0] = 1.0                                               # the first site reads stream 0
+        pre[..., 0] = 1.0                                   # the first site reads stream 0
         for layer, block in enumerate(self.layers):
             own = None
             if rows is not None and layer in c.engram_layer_ids:
@@ -112,7 +117,8 @@ class Transformer(nn.Module):
         if ids.ndim == 1:
             ids = ids[None]
         if ids.ndim != 2 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
-            raise InputError(f"ids must be integers of shape [B,T], got {tuple(ids.shape)} {ids.dtype}")
+            raise InputError(f"ids must be integers of shape [B,T], got {tuple(ids.shape)} "
+                             f"{ids.dtype}")
         B, T = ids.shape
         if T == 0 or B == 0:
             raise InputError("the prompt is empty: give at least one token")
@@ -120,7 +126,8 @@ class Transformer(nn.Module):
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.config.vocab_size:
             bad = low if low < 0 else high
-            raise InputError(f"token id {bad} is outside the vocabulary 0..{self.config.vocab_size - 1}")
+            raise InputError(f"token id {bad} is outside the vocabulary "
+                             f"0..{self.config.vocab_size - 1}")
         if lengths is None:
             count = torch.full((B,), T, device=ids.device)
         else:

@@ -1,0 +1,268 @@
+"""The front door: `labkit.load` gives a `Lab`, in which a model is run, traced and written with."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from labkit import paths
+from labkit.checkpoint.files import find_tensors
+from labkit.checkpoint.reader import read_state
+from labkit.checkpoint.weights import target_dtype
+from labkit.config import PRESETS, ModelConfig
+from labkit.engine.generate import Generation, Result
+from labkit.engine.sampling import Sampling
+from labkit.engine.session import Session, as_ids
+from labkit.errors import CheckpointError, ConfigError, InputError
+from labkit.model.init import init_weights
+from labkit.model.transformer import Transformer
+from labkit.text.engram_map import checked_classes
+from labkit.text.tokenizer import Tokenizer
+from labkit.trace import Taps
+
+RELEASED = "deepseek-ai/DeepSeek-V4.1-Flash"
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def load(
+    source: str | Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "auto",
+    kernels: str = "auto", cache_rounding: bool = True,
+) -> Lab:
+    """A preset or a folder -> a `Lab`, its model in evaluation mode and without gradients.
+
+    source  "mini" (trained, in the repository), "nano" (random weights, for tests), or a folder
+            that holds config.json, tokenizer.json and safetensors, plain or released
+    dtype   of the model; what must stay wider does (`labkit.checkpoint.target_dtype`)
+    device  "auto": CUDA, MPS, CPU, in that order, skipping one that lacks the dtype
+    kernels "auto", or the name of a set in `labkit.kernels`
+    cache_rounding  False switches every cache quantiser off
+    Errors (LabError, one sentence): anything that is missing, damaged or does not fit.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}: choose one of "
+                         f"{', '.join(str(d) for d in DTYPES)}")
+    target = choose_device(device, dtype)
+    if str(source) == "nano":
+        config = ModelConfig.preset("nano")
+        tokenizer = Tokenizer.from_file(paths.data_dir() / "nano")
+        classes = class_map(config, tokenizer)
+        state = _random_state(config, classes, dtype)
+        warnings.warn("the preset nano has random weights: it is for tests, its text is noise",
+                      stacklevel=2)
+    else:
+        folder = model_folder(source)
+        config = ModelConfig.from_file(folder)
+        _refuse_borrowed_weights(folder)
+        find_tensors(folder)  # absent or cut files are told first; only headers are read for it
+        tokenizer = Tokenizer.from_file(folder)
+        classes = class_map(config, tokenizer)
+        state = read_state(folder, config, dtype)
+    # Built without memory, then given the tensors that were read.
+    with torch.device("meta"):
+        model = Transformer(config, classes.to(target), kernels, cache_rounding)
+    names = [name for name, _ in model.named_parameters()]
+    not_run = sorted(set(state) - set(names))
+    model.load_state_dict({name: state[name].to(target) for name in names}, assign=True)
+    model.requires_grad_(False)
+    return Lab(model.eval(), tokenizer, str(source), not_run)
+
+
+class Lab:
+    """A loaded model with its vocabulary.
+
+    config     `ModelConfig`
+    model      `Transformer`; `model(ids, lengths=None)` -> output with `.logits` [B,T,V]
+    tokenizer  `Tokenizer`
+    source     what it was loaded from
+    """
+
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, source: str = "",
+                 not_run: Sequence[str] = ()) -> None:
+        """not_run: tensors of the checkpoint that this version computes nothing with."""
+        self.config = model.config
+        self.model = model
+        self.tokenizer = tokenizer
+        self.source = source
+        self._draft_tensors = sum(name.startswith("mtp.") for name in not_run)
+
+    def __repr__(self) -> str:
+        millions = sum(p.numel() for p in self.model.parameters()) / 1e6
+        kind = str(self.model.dtype).removeprefix("torch.")
+        return (f"Lab({self.source!r}: {self.config.num_hidden_layers} layers, {millions:.1f} M "
+                f"parameters, {kind} on {self.model.device})")
+
+    def encode(self, prompt: str | Sequence[int] | torch.Tensor) -> list[int]:
+        """Text -> ids with BOS in front, as in training; ids are taken as they are.
+
+        InputError for an empty prompt: a text from nothing starts with `[bos_token_id]`.
+        """
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+            if ids:
+                ids = [self.config.bos_token_id, *ids]
+        else:
+            ids = as_ids(prompt).flatten().tolist()
+        if not ids:
+            raise InputError("the prompt is empty: give some text, or the ids "
+                             f"[{self.config.bos_token_id}] to start from nothing")
+        return ids
+
+    def trace(self, ids: torch.Tensor | Sequence[int] | str,
+              lengths: torch.Tensor | Sequence[int] | None = None,
+              patterns: Sequence[str] | None = None) -> Taps:
+        """One pass over a fresh cache; every tensor that it passes through, by name.
+
+        ids      int [B,T] (or [T], or text: with BOS in front); lengths [B]: live tokens a row
+        patterns shell patterns of the names to keep, e.g. ["*.topk_indices"]; None keeps all
+        Names (i = layer): engram_hash_ids [B,T,engram layers,(N-1)*heads]; layers.{i}.streams_in
+        (before the Engram update) and .streams_after_engram [B,T,C,D]; layers.{i}.attn.out
+        [B,T,D], .q [B,T,H,d], .window [B,W+T,d], .topk_indices [B,T,K] (-1 = none), .candidates
+        [B,T,S], .compressed_kv [B,S,d], .index_keys [B,S,index_head_dim], .index_queries,
+        .index_weights; layers.{i}.engram.gate [B,T,C]; layers.{i}.ffn.picked and .weights
+        [B,T,experts a token]; logits [B,T,V].
+        """
+        if isinstance(ids, str):
+            ids = self.encode(ids)
+        if isinstance(patterns, str):
+            raise InputError(f"patterns is {patterns!r}: it must be a list of patterns")
+        taps = Taps(None if patterns is None else list(patterns))
+        count = None if lengths is None else as_ids(lengths, "lengths")
+        with torch.no_grad():
+            self.model(as_ids(ids), count, taps=taps)
+        return taps
+
+    def session(self) -> Session:
+        """An empty sequence: `prefill`, `decode`, `snapshot`, `restore`, `nbytes`."""
+        return Session(self.model)
+
+    def stream(
+        self, prompt: str | Sequence[int] | torch.Tensor, max_new_tokens: int = 100, *,
+        temperature: float = 0.8, top_p: float = 0.95, top_k: int = 0,
+        stop: str | Sequence[str] | None = None, seed: int | None = None, candidates: int = 0,
+        prefill: str = "full", speculative: bool = False,
+    ) -> Generation:
+        """Write on from a prompt, token by token: iterate over it for `Event`s.
+
+        max_new_tokens  at most so many; with the prompt they must fit the context
+        temperature     0: always the likeliest id; top_k 0 and top_p 1 cut nothing off
+        stop            string or strings that end the text and are left out of it; the config's
+                        eos_token_id ends it as well
+        seed            the same seed gives the same text; None draws one (`.stats.seed`)
+        candidates      how many of the likeliest ids each event lists
+        InputError for whatever the model cannot take, before anything is computed.
+        """
+        if prefill not in ("full", "ced"):
+            raise InputError(f"prefill is {prefill!r}: choose 'full'")
+        if prefill == "ced":
+            raise InputError("prefill='ced' is not in this version of labkit: use prefill='full'")
+        if speculative:
+            raise InputError("speculative=True is not in this version of labkit, which does not "
+                             "compute the draft: use speculative=False")
+        return Generation(
+            self.session(), self.tokenizer, self.encode(prompt), max_new_tokens,
+            Sampling(temperature, top_k, top_p), stop, seed, candidates,
+        )
+
+    def generate(self, prompt: str | Sequence[int] | torch.Tensor, max_new_tokens: int = 100,
+                 **options: Any) -> Result:
+        """Run `stream` (same options) to its end -> `.text`, `.ids`, `.stats`.
+
+        Ctrl-C gives what there is by then, with stop_reason "interrupted".
+        """
+        generation = self.stream(prompt, max_new_tokens, **options)
+        try:
+            for _ in generation:
+                pass
+        except KeyboardInterrupt:
+            generation.interrupt()
+        return generation.result()
+
+    def draft(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """The DSpark draft, which this version does not compute: always an InputError."""
+        if self._draft_tensors:
+            raise InputError(f"this version of labkit does not compute the draft, though "
+                             f"{self.source} holds its {self._draft_tensors:,} mtp.* tensors")
+        raise InputError(f"{self.source or 'this model'} has no draft: its checkpoint holds no "
+                         "mtp.* tensors")
+
+
+def model_folder(source: str | Path) -> Path:
+    """Where a source's files lie. InputError for neither a preset nor a folder; CheckpointError
+    for a preset that has none."""
+    if str(source) == "flash":
+        raise CheckpointError(
+            f"the preset flash has no weights here (510 GB): download {RELEASED} and load that "
+            "folder; `labkit accounting flash` works without them")
+    if str(source) == "nano":
+        raise CheckpointError("the preset nano has no files: its weights are drawn when it is "
+                              "loaded")
+    if str(source) == "mini":
+        folder = paths.data_dir() / "mini"
+        # One or more shards, with or without an index.
+        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+            raise CheckpointError(f"{folder} holds no trained model: restore the folder from the "
+                                  "repository, or train one with `labkit train`")
+        return folder
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        raise InputError(f"{str(source)!r} is neither a preset ({', '.join(PRESETS)}) nor a "
+                         "folder: name a folder that holds config.json, tokenizer.json and "
+                         "safetensors")
+    return folder
+
+
+def class_map(config: ModelConfig, tokenizer: Tokenizer) -> torch.Tensor:
+    """The Engram class of every id, int64 [V]; ConfigError if the tokenizer does not fit."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"vocab_size is {config.vocab_size}, but the tokenizer {tokenizer.source} has "
+            f"{tokenizer.vocab_size} entries: use the tokenizer.json that belongs to the model")
+    if not config.engram_layer_ids:
+        return torch.zeros(config.vocab_size, dtype=torch.int64)
+    return checked_classes(config, tokenizer)
+
+
+def choose_device(device: str | torch.device, dtype: torch.dtype) -> torch.device:
+    """"auto" or a device's name -> the device. InputError when it is absent or lacks the dtype."""
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if str(device) == "auto":
+        if cuda:
+            return torch.device("cuda")
+        if mps and dtype != torch.float64:
+            return torch.device("mps")
+        if mps:
+            warnings.warn("MPS has no float64: the model runs on the CPU", stacklevel=3)
+        return torch.device("cpu")
+    try:
+        target = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InputError(f"unknown device {device!r}: choose auto, cpu, cuda or mps") from None
+    if target.type not in ("cpu", "cuda", "mps"):
+        raise InputError(f"device {str(device)!r} is not supported: choose auto, cpu, cuda or mps")
+    if (target.type == "cuda" and not cuda) or (target.type == "mps" and not mps):
+        raise InputError(f"device {str(device)!r} is not available on this machine: choose auto")
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device {str(device)!r} does not exist: this machine has "
+                         f"{torch.cuda.device_count()} CUDA devices")
+    if target.type == "mps" and dtype == torch.float64:
+        raise InputError("MPS has no float64: choose device='cpu' or dtype=torch.float32")
+    return target
+
+
+def _refuse_borrowed_weights(folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "weights_from" in raw:
+        raise ConfigError(
+            f"{folder / 'config.json'} has weights_from {raw['weights_from']!r}, so this is not a "
+            "whole checkpoint: put the weights beside it and remove the field")
+
+
+def _random_state(config: ModelConfig, classes: torch.Tensor,
+                  dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    state = init_weights(Transformer(config, classes), seed=0).state_dict()
+    return {name: p.to(target_dtype(name, config, dtype)) for name, p in state.items()}

@@ -1,0 +1,81 @@
+"""Where training starts: seeded random weights, scaled so that every site does something.
+
+What only the ratio of two scales decides is chosen once: all readers normalise what they read
+(RMSNorm before each site, in the hyper-connections, in the Engram gate and before the head), so
+the size of the streams is free and only embedding against updates matters.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from labkit.model.transformer import Transformer
+
+EMBED_STD = 0.5         # about what all 2L updates add up to at the start: neither drowns the other
+TABLE_STD = 0.02        # Engram rows: one that training never meets must add next to nothing
+HEAD_STD = 0.02         # logits near 0, so the first loss is ln(vocabulary)
+GATE_STD = 0.02         # routing scores nearly equal; top-k looks at their order only
+PRE_LOGIT = 2.0         # sigmoid: 0.88 of the stream whose turn it is, 0.12 of the others
+COMB_LOGIT = 4.0        # softmax over 4 streams: 0.95 on the diagonal
+MIX_SCALE = 0.01        # how much the mixing depends on the token at first
+
+
+@torch.no_grad()
+def init_weights(model: Transformer, seed: int = 0) -> Transformer:
+    """Fill every parameter in place; the same seed gives the same bits on every device.
+
+    Projections: normal with variance 1/fan_in, which keeps the scale; those that write into the
+    streams (`wo_b`, `w2`) are divided by sqrt(2 L), so that the 2 L updates together have the
+    scale of one. Norm weights 1, sinks and biases 0. Returns the model.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    depth = math.sqrt(2 * model.config.num_hidden_layers)
+
+    def normal(p: nn.Parameter, std: float) -> None:
+        # Drawn in fp32 on the CPU whatever the model's dtype and device.
+        p.copy_(torch.randn(p.shape, generator=generator) * std)
+
+    for name, p in model.named_parameters():
+        kind = name.rsplit(".", 2)[-2:]                  # e.g. ["wo_b", "weight"]
+        if name == "embed.weight":
+            normal(p, EMBED_STD)
+        elif name == "head.weight":
+            normal(p, HEAD_STD)
+        elif name.endswith("engram.embed.weight"):
+            normal(p, TABLE_STD)
+        elif name.endswith("gate.weight"):
+            normal(p, GATE_STD)
+        elif kind[-1].startswith("hc_"):
+            _init_mixing(name, p, model, normal)
+        elif kind[-1] in ("attn_sink", "bias", "bias_vl"):
+            p.zero_()
+        elif p.ndim == 1 or kind[-1] in ("q_weight", "k_weight"):
+            p.fill_(1.0)
+        else:
+            std = p.shape[1] ** -0.5                     # [out, in]; also the grouped wo_a
+            normal(p, std / depth if kind[0] in ("wo_b", "w2") else std)
+    return model
+
+
+def _init_mixing(name: str, p: nn.Parameter, model: Transformer, normal) -> None:  # type: ignore[no-untyped-def]
+    """Hyper-connections: streams pass almost unmixed, sites take turns in reading them.
+
+    All streams begin as copies of the embedding and every site writes to all of them alike, so
+    with equal `pre` everywhere they would stay copies. The turns tell them apart.
+    """
+    C = model.config.hc_mult
+    if name.endswith("_fn"):
+        normal(p, p.shape[1] ** -0.5)
+    elif name.endswith("_scale"):
+        p.fill_(MIX_SCALE)
+    else:
+        layer = int(name.split(".")[1])
+        site = 2 * layer + (1 if "hc_ffn" in name else 0)
+        pre = torch.full((C,), -PRE_LOGIT)
+        pre[(site + 1) % C] = PRE_LOGIT                  # for the next site; site 0 reads stream 0
+        post = torch.zeros(C)                            # 2 * sigmoid(0) = 1: written as it is
+        comb = COMB_LOGIT * torch.eye(C)
+        p.copy_(torch.cat([pre, post, comb.flatten()]))
