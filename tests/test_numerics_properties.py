@@ -1,6 +1,7 @@
 """Properties of the block quantisers, on values of every size, and the faults that they catch."""
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from test_numerics import NAMES, test_golden_vectors_bit_for_bit
+from test_numerics import NAMES, check_golden
 
 from labkit.numerics import FORMATS, dequantize, fake_quantize, formats, quantize
 from labkit.numerics import blocks as blocks_module
@@ -19,7 +20,7 @@ quick = settings(max_examples=60, deadline=None, derandomize=True, database=None
 
 @st.composite
 def rows(draw, low=1e-7, high=3e3):
-    """[2, 32] fp32; the amax of each 16 lies between `low` and `high`, many entries repeat or tie."""
+    """[2, 32] fp32; the amax of each 16 lies in low..high, many entries repeat or tie."""
     unit = st.one_of(
         st.floats(-1, 1, width=32),
         st.sampled_from([k / 16 for k in range(-16, 17)]),  # ties, codes, zeros of both signs
@@ -220,8 +221,6 @@ _nvfp4_scale = blocks_module.block_scale
 
 
 def _with_formats(**changes):
-    from dataclasses import replace
-
     return {n: replace(f, **changes.get(n, {})) for n, f in FORMATS.items()}
 
 
@@ -264,7 +263,7 @@ MUTANTS = {
 
 def _all_checks():
     for name in NAMES:
-        test_golden_vectors_bit_for_bit(name, torch.float32)
+        check_golden(name)
     generator = torch.Generator().manual_seed(7)
     for name in FORMATS:
         check_zero_blocks(name)
@@ -292,5 +291,5 @@ def test_all_checks_pass_unbroken():
 def test_every_broken_variant_is_caught(mutant, monkeypatch):
     module, name, broken = MUTANTS[mutant]
     monkeypatch.setattr(module, name, broken)
-    with pytest.raises((AssertionError, ValueError, IndexError, RuntimeError)):
+    with pytest.raises(AssertionError):
         _all_checks()
