@@ -119,8 +119,7 @@ def child_environment(environ: "dict[str, str]", system: str) -> "dict[str, str]
 
 def pip_install(python: str, *what: str) -> "list[str]":
     """A pip command line that asks no questions."""
-    quiet = ["--disable-pip-version-check", "--no-input"]
-    return [python, "-m", "pip", "install"] + quiet + list(what)
+    return [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"] + [*what]
 
 
 def project_requirement(level: str) -> str:
@@ -143,9 +142,7 @@ def jupyter_command(python: str, options: "list[str]", is_root: bool) -> "list[s
 def pytest_command(python: str, words: "list[str]", folders: "list[str]") -> "list[str]":
     """One pytest run over tests and notebooks; `--all` adds the slow ones, paths narrow it."""
     command = [python, "-m", "pytest", "-ra", "--nbval-lax", "--nbval-current-env"]
-    command.append("--nbval-cell-timeout=60")
-    if "--all" not in words:
-        command += ["-m", "not slow"]
+    command += ["--nbval-cell-timeout=60"] + ([] if "--all" in words else ["-m", "not slow"])
     rest = [word for word in words if word != "--all"]
     heads = [word.replace("\\", "/").split("::")[0].split("/")[0] for word in rest]
     narrowed = "tests" in heads or "notebooks" in heads
@@ -263,7 +260,10 @@ def make_venv(python: str) -> None:
     say("making the environment .venv")
     inside = os.path.abspath(sys.prefix) == os.path.abspath(VENV)
     base = getattr(sys, "_base_executable", sys.executable) if inside else sys.executable
-    if subprocess.call([base, "-m", "venv", "--clear", VENV]) != 0 or not version_of(python):
+    command = [base, "-m", "venv", "--clear", VENV]
+    made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if made.returncode != 0 or not version_of(python):
+        sys.stdout.write(made.stdout.decode(errors="replace"))
         raise Stop("making .venv failed (see above); delete the folder .venv and try again")
 
 

@@ -29,7 +29,7 @@ FLOORS = [
     ["serving"],
     ["viz"],
     ["explorers"],
-    ["exercises"],
+    ["exercises", "mutants"],
     ["cli", "doctor", "__main__"],
 ]
 FLOOR_OF = {name: level for level, names in enumerate(FLOORS) for name in names}
