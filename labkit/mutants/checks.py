@@ -1,0 +1,46 @@
+"""A check is a function that gives None when all is well, or a sentence that says what is not.
+
+`PROPERTIES` need nothing but the package, `VECTORS` the golden vectors of the source tree. Right
+code passes all of them; each wrong variant in `labkit.mutants` fails at least one of each kind.
+They are in order of cost, as a search for the first that fails goes through them in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    says: str
+    run: Callable[[], str | None]
+
+    def failure(self) -> str | None:
+        """The check's sentence; a crash is a failure too and says which error."""
+        try:
+            return self.run()
+        except Exception as error:  # a wrong variant may break shapes: that is noticed, not hidden
+            return f"stops with {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+
+
+def collect(found: dict[str, Check]) -> Callable[[str, str], Callable]:
+    """A decorator that puts the function under its name into `found`."""
+
+    def named(name: str, says: str) -> Callable:
+        def keep(run: Callable[[], str | None]) -> Callable[[], str | None]:
+            found[name] = Check(name, says, run)
+            return run
+        return keep
+
+    return named
+
+
+PROPERTIES: dict[str, Check] = {}
+VECTORS: dict[str, Check] = {}
+
+
+def load() -> None:
+    """Fill both tables (the modules register their checks when imported)."""
+    from labkit.mutants import properties, properties_small, vectors  # noqa: F401

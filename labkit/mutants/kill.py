@@ -1,0 +1,113 @@
+"""The kill table: which property and which vector notices each mutant."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from labkit.mutants import checks
+from labkit.mutants.record import MUTANTS, active, find
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mutant and the first check of each kind that fails on it; None: all of them pass.
+
+    vector_check is None too when the golden vectors are not at hand (`vectors_run` False).
+    """
+
+    id: str
+    fault: str
+    property_check: str | None
+    property_says: str | None
+    vector_check: str | None
+    vector_says: str | None
+    vectors_run: bool
+
+    @property
+    def killed(self) -> bool:
+        """By every kind of check that was run."""
+        return self.property_check is not None and (
+            self.vector_check is not None or not self.vectors_run)
+
+
+def judge(name: str, vectors: bool) -> Row:
+    """Run the checks with that fault active, in order, until one of each kind fails."""
+    checks.load()
+    chosen = find(name)
+    _warm(vectors)
+    with active(name):
+        by_property = _first_failure(checks.PROPERTIES.values())
+        by_vector = _first_failure(checks.VECTORS.values()) if vectors else (None, None)
+    return Row(name, chosen.fault, *by_property, *by_vector, vectors_run=vectors)
+
+
+def failures(vectors: bool) -> dict[str, str]:
+    """What the checks say of the right code: nothing, or the lab itself is at fault."""
+    checks.load()
+    run = [*checks.PROPERTIES.values(), *(checks.VECTORS.values() if vectors else ())]
+    return {check.name: said for check in run if (said := check.failure())}
+
+
+def table(names: Iterable[str] | None = None, progress: Callable[[str], None] | None = None
+          ) -> list[Row]:
+    """One `Row` per mutant (all of them by default), with vectors where they are at hand."""
+    from labkit.mutants import golden
+
+    rows = []
+    for name in names if names is not None else MUTANTS:
+        if progress:
+            progress(name)
+        rows.append(judge(name, golden.available()))
+    return rows
+
+
+def main_text(rows: list[Row] | None = None) -> str:
+    """The table as text; the last line says how many mutants survived."""
+    from labkit.mutants import golden
+
+    threads = torch.get_num_threads()
+    if rows is None:
+        torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+        try:
+            rows = table()
+        finally:
+            torch.set_num_threads(threads)
+    width = max(60, shutil.get_terminal_size((100, 24)).columns)
+    left = max(len(row.id) for row in rows)
+    out = [f"{'mutant':{left}}  {'killed by property':20}  killed by vector"]
+    for row in rows:
+        vector = row.vector_check or ("SURVIVES" if row.vectors_run else "not run")
+        out.append(f"{row.id:{left}}  {row.property_check or 'SURVIVES':20}  {vector}")
+        out += textwrap.wrap(row.fault, width, initial_indent="    ", subsequent_indent="    ")
+    if not golden.available():
+        out.append("The golden vectors are in tests/golden of the source tree, which is not here: "
+                   "only properties were run.")
+    alive = [row.id for row in rows if not row.killed]
+    out.append(f"{len(rows)} mutants, all killed" if not alive
+               else f"{len(rows)} mutants, {len(alive)} SURVIVE: {', '.join(alive)}")
+    return "\n".join(out)
+
+
+def _first_failure(found: Iterable[checks.Check]) -> tuple[str | None, str | None]:
+    for check in found:
+        said = check.failure()
+        if said:
+            return check.name, said
+    return None, None
+
+
+def _warm(vectors: bool) -> None:
+    """What checks keep between runs must be computed by right code: do it before any fault."""
+    from labkit.mutants import golden
+    from labkit.mutants.properties import oracle_answers
+
+    oracle_answers(False)
+    oracle_answers(True)
+    if vectors:
+        for name in ("text", "padded", "long", "ratio4", "no_candidates", "bf16"):
+            golden.model(name)
