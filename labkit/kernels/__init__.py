@@ -8,13 +8,18 @@ from labkit.errors import InputError
 
 
 def get(name: str = "auto") -> ModuleType:
-    """The module that holds `sparse_attention`, `index_scores`, `select_top`, `routed_experts`.
+    """The module that holds `sparse_attention`, `index_scores`, `select_top`, `routed_experts`, `fuse`.
 
-    auto: the fastest set that this machine has; reference: plain torch, meant to be read.
+    auto: the fastest set that equals the reference; reference: plain torch, meant to be read;
+    train: bf16 products and compiled chains, for training only.
     """
     from labkit.kernels import cpu, reference
 
     sets: dict[str, ModuleType] = {"auto": cpu, "cpu": cpu, "reference": reference}
+    if name == "train":
+        from labkit.kernels import train
+
+        return train
     if name not in sets:
-        raise InputError(f"unknown kernels {name!r}: choose one of {', '.join(sets)}")
+        raise InputError(f"unknown kernels {name!r}: choose one of {', '.join(sets)}, train")
     return sets[name]

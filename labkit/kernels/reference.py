@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -103,3 +106,8 @@ def routed_experts(
             y = expert(x[token], weights[token, slot, None])           # [n,D]
             total = total.index_add(0, token, wide(y))
     return total
+
+
+def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A chain of elementwise steps that a kernel set may compile into one; here as it is."""
+    return function

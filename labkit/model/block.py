@@ -43,11 +43,12 @@ class Block(nn.Module):
             h = self.engram(h, rows, blocked, run)
         run.tap(f"{name}.streams_after_engram", h)
 
-        mix = hyper_mix(h, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, c)
-        x = collapse(h, pre)                                            # [B,T,D]
-        h = expand(self.attn(self.attn_norm(x), run), h, mix)
+        fuse = run.kernels.fuse
+        mix = fuse(hyper_mix)(h, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, c)
+        x = fuse(collapse)(h, pre)                                      # [B,T,D]
+        h = fuse(expand)(self.attn(self.attn_norm(x), run), h, mix)
 
-        mix2 = hyper_mix(h, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, c)
-        x = collapse(h, mix.pre)
-        h = expand(self.ffn(self.ffn_norm(x), run), h, mix2)
+        mix2 = fuse(hyper_mix)(h, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, c)
+        x = fuse(collapse)(h, mix.pre)
+        h = fuse(expand)(self.ffn(self.ffn_norm(x), run), h, mix2)
         return h, mix2.pre

@@ -45,11 +45,14 @@ def hyper_mix(h: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torc
 def sinkhorn(a: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Nearly doubly stochastic [..., C, C] from logits; the last step is on columns."""
     x = torch.softmax(a, dim=-1) + eps
-    x = x / (x.sum(-2, keepdim=True) + eps)
+    # Rows and columns to the front: C is tiny and tokens are many, so a sum over rows adds a
+    # few long vectors instead of reducing many short ones.
+    x = x.movedim((-2, -1), (0, 1)).contiguous()                        # [C,C,...]
+    x = x / (x.sum(0, keepdim=True) + eps)                              # columns: over source rows
     for _ in range(iterations - 1):
-        x = x / (x.sum(-1, keepdim=True) + eps)
-        x = x / (x.sum(-2, keepdim=True) + eps)
-    return x
+        x = x / (x.sum(1, keepdim=True) + eps)
+        x = x / (x.sum(0, keepdim=True) + eps)
+    return x.movedim((0, 1), (-2, -1))
 
 
 def collapse(h: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:

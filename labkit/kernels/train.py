@@ -1,0 +1,134 @@
+"""Kernels for training on a CPU: products in bf16, one hand-written backward, fused chains.
+
+The same operations with the same signatures as `reference`, but not the same bits: products
+take bf16 inputs, so values agree to about 1 % of their span. Selections of equal scores follow
+the same rule. Never used to generate or to compare.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from labkit.kernels import cpu
+from labkit.kernels.reference import MINUS_INF, routed_experts
+
+__all__ = ["fuse", "index_scores", "routed_experts", "select_top", "sparse_attention"]
+
+select_top = cpu.select_top
+
+
+@functools.cache
+def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function compiled: a chain of elementwise steps becomes one pass over memory."""
+    return torch.compile(function, dynamic=False)
+
+
+def index_scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """As `reference.index_scores`, from bf16 products."""
+    half = torch.bfloat16
+    return cpu.index_scores(q.to(half), keys.to(half), weights.to(half)).float()
+
+
+def sparse_attention(
+    q: torch.Tensor, window: torch.Tensor, entries: torch.Tensor | None,
+    selected: torch.Tensor | None, sink: torch.Tensor, start: torch.Tensor,
+) -> torch.Tensor:
+    """As `reference.sparse_attention`, for passes longer than the window."""
+    if q.shape[1] <= window.shape[1] - q.shape[1]:
+        return cpu.sparse_attention(q, window, entries, selected, sink, start)
+    with torch.autocast("cpu", enabled=False):
+        return _Attention.apply(q, window, entries, selected, sink, start)  # type: ignore
+
+
+class _Attention(torch.autograd.Function):
+    """Blocks of W queries against 2W window columns, plus each query's own K entries.
+
+    With probabilities P and dP = dO V^T, the softmax passes dS = P (dP - sum_j P_j dP_j) back;
+    the sink is a column of P whose value is zero.
+    """
+
+    @staticmethod
+    def forward(ctx, q, window, entries, selected, sink, start):  # type: ignore[no-untyped-def]
+        B, T, H, d = q.shape
+        W = window.shape[1] - T
+        half, scale = torch.bfloat16, d**-0.5
+        blocks = -(-T // W)
+        tail = blocks * W - T
+        rows = F.pad(q.to(half), (0, 0, 0, 0, 0, tail)).reshape(B * blocks, W * H, d)
+        columns = F.pad(window.to(half), (0, 0, 0, tail)).unfold(1, 2 * W, W)  # [B,blocks,d,2W]
+        columns = columns.reshape(B * blocks, d, 2 * W)
+        seen = _band(T, W, start)                                       # [B,T,1,2W]
+        local = torch.bmm(rows, columns).float().reshape(B, blocks * W, H, 2 * W)[:, :T]
+        parts = [local.mul(scale).masked_fill_(~seen, MINUS_INF)]
+        picked = index = None
+        if entries is not None:
+            S = entries.shape[1]
+            index = (selected.clamp(min=0) + torch.arange(B)[:, None, None] * S).reshape(B * T, -1)
+            picked = F.embedding(index, entries.to(half).reshape(B * S, d))  # [B*T,K,d]
+            chosen = torch.bmm(q.to(half).reshape(B * T, H, d), picked.transpose(1, 2)).float()
+            chosen = chosen.mul_(scale).reshape(B, T, H, -1)
+            parts.append(chosen.masked_fill_((selected < 0)[:, :, None], MINUS_INF))
+        parts.append(sink.float().expand(B, T, H)[..., None])
+        weights = torch.softmax(torch.cat(parts, dim=-1), dim=-1).to(half)  # [B,T,H,2W+K+1]
+
+        near = F.pad(weights[..., : 2 * W], (0, 0, 0, 0, 0, tail)).reshape(B * blocks, W * H, 2 * W)
+        out = torch.bmm(near, columns.transpose(1, 2)).reshape(B, blocks * W, H, d)[:, :T].float()
+        if picked is not None:
+            far = weights[..., 2 * W : -1].reshape(B * T, H, -1)
+            out = out + torch.bmm(far, picked).reshape(B, T, H, d)
+        ctx.save_for_backward(rows, columns, picked, index, weights, out)
+        ctx.sizes = (B, T, H, d, W, blocks, tail, None if entries is None else entries.shape[1])
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        rows, columns, picked, index, weights, out = ctx.saved_tensors
+        B, T, H, d, W, blocks, tail, S = ctx.sizes
+        half, scale = torch.bfloat16, d**-0.5
+        delta = (grad * out).sum(-1, keepdim=True)                      # [B,T,H,1]
+        dout = grad.to(half)
+        dblock = F.pad(dout, (0, 0, 0, 0, 0, tail)).reshape(B * blocks, W * H, d)
+
+        dweights = torch.bmm(dblock, columns).reshape(B, blocks * W, H, 2 * W)[:, :T]
+        near = weights[..., : 2 * W]
+        dscores = (near * (dweights - delta)).mul_(scale).to(half)      # [B,T,H,2W]
+        dscores = F.pad(dscores, (0, 0, 0, 0, 0, tail)).reshape(B * blocks, W * H, 2 * W)
+        near = F.pad(near, (0, 0, 0, 0, 0, tail)).reshape(B * blocks, W * H, 2 * W)
+        dq = torch.bmm(dscores, columns.transpose(1, 2)).reshape(B, blocks * W, H, d)[:, :T].float()
+        # A column is a key and a value: both gradients in one product.
+        dcolumns = torch.bmm(torch.cat([dscores, near], 1).transpose(1, 2),
+                             torch.cat([rows, dblock], 1)).float()      # [B*blocks,2W,d]
+        dcolumns = dcolumns.reshape(B, blocks, 2 * W, d)
+        dwindow = torch.zeros(B, (blocks + 1) * W, d)
+        dwindow[:, : blocks * W] += dcolumns[:, :, :W].reshape(B, -1, d)
+        dwindow[:, W:] += dcolumns[:, :, W:].reshape(B, -1, d)
+        dwindow = dwindow[:, : W + T]
+
+        dentries = None
+        if picked is not None:
+            flat = dout.reshape(B * T, H, d)
+            far = weights[..., 2 * W : -1].reshape(B * T, H, -1)
+            dfar = torch.bmm(flat, picked.transpose(1, 2))              # [B*T,H,K]
+            dchosen = (far * (dfar - delta.reshape(B * T, H, 1))).mul_(scale).to(half)
+            dq = dq + torch.bmm(dchosen, picked).reshape(B, T, H, d)
+            query = rows.reshape(B, blocks * W, H, d)[:, :T].reshape(B * T, H, d)
+            dpicked = torch.bmm(torch.cat([dchosen, far], 1).transpose(1, 2),
+                                torch.cat([query, flat], 1))            # [B*T,K,d]
+            dentries = torch.ops.aten.embedding_dense_backward(
+                dpicked.float(), index, B * S, -1, False).reshape(B, S, d)
+        dsink = -(weights[..., -1:].float() * delta).sum((0, 1, 3))     # [H]
+        return dq, dwindow, dentries, None, dsink, None
+
+
+def _band(T: int, W: int, start: torch.Tensor) -> torch.Tensor:
+    """[B,T,1,2W]: columns of its block that a query sees (as in `cpu.sparse_attention`)."""
+    number, query = torch.arange(2 * W), torch.arange(T)
+    inside = query % W
+    seen = (number > inside[:, None]) & (number <= inside[:, None] + W)
+    position = start[:, None, None] + (query - inside)[:, None] - W + number
+    return (seen & (position >= 0))[:, :, None]
