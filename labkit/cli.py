@@ -90,3 +90,90 @@ def doctor(
     typer.echo(examination.as_json(findings) if as_json else examination.as_text(findings))
     if any(finding.state == "missing" for finding in findings):
         raise typer.Exit(1)
+
+
+# ---- the model ------------------------------------------------------------------------------
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to be continued.")],
+    model: Annotated[str, typer.Option(help="A preset or a checkpoint folder.")] = "mini",
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after so many tokens.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="Share of the likeliest mass kept.")] = 0.95,
+    top_k: Annotated[int, typer.Option(help="How many of the likeliest are kept; 0: all.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text to stop before; may be given several times.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Repeats a run; default: drawn.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print text, ids and stats.")] = False,
+) -> None:
+    """Continue a text: prints what the model adds as it comes, then a note on standard error.
+
+    Ctrl-C stops it there (exit code 130).
+
+    \b
+    Examples:
+      labkit generate "It is a truth universally acknowledged" --max-new-tokens 60
+      labkit generate "She was" --temperature 0 --stop . --json
+    """
+    import json
+    import warnings
+
+    from labkit.lab import load
+
+    with warnings.catch_warnings(record=True) as notices:
+        warnings.simplefilter("always", UserWarning)
+        lab = load(model)
+    for notice in notices:
+        typer.echo(f"labkit: {notice.message}", err=True)
+    generation = lab.stream(
+        prompt, max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop,
+        seed=seed,
+    )
+    shown = (lambda text: None) if as_json else (lambda text: typer.echo(text, nl=False))
+    try:
+        for event in generation:
+            shown(event.text)
+    except KeyboardInterrupt:
+        shown(generation.interrupt())
+    result = generation.result()
+    typer.echo(json.dumps(result.to_dict(), ensure_ascii=False) if as_json else "")
+    stats = result.stats
+    speed = "" if stats.tokens_per_second is None else f", {stats.tokens_per_second:.1f} tokens/s"
+    why = {"eos": "the text ended", "stop": "stop string met", "interrupted": "interrupted"}.get(
+        str(stats.stop_reason), "max-new-tokens reached")
+    typer.echo(f"labkit: {stats.new_tokens} tokens{speed}; {why}; seed {stats.seed}", err=True)
+    if stats.stop_reason == "interrupted":
+        raise typer.Exit(130)
+
+
+@app.command()
+def inspect(
+    source: Annotated[str, typer.Argument(help="A preset or a checkpoint folder.")],
+    tensor: Annotated[str | None, typer.Option(help="Show this tensor's values.")] = None,
+) -> None:
+    """List what a checkpoint holds: its numbers, the role of each layer, its tensors.
+
+    \b
+    Examples:
+      labkit inspect flash
+      labkit inspect mini --tensor layers.0.attn.attn_sink
+    """
+    from labkit.checkpoint.files import find_tensors
+    from labkit.config import PRESETS, ModelConfig
+    from labkit.engine.inspection import describe, read_tensor, tensor_report
+    from labkit.lab import model_folder
+
+    if tensor is not None:
+        value, remark = read_tensor(find_tensors(model_folder(source)), tensor)
+        typer.echo(tensor_report(tensor, value, remark))
+    elif source in PRESETS:
+        typer.echo(describe(ModelConfig.preset(source)))
+    else:
+        folder = model_folder(source)
+        config = ModelConfig.from_file(folder)
+        # A folder with a config alone is still worth a look: its layout follows from that.
+        stored = find_tensors(folder) if any(folder.glob("*.safetensors*")) else None
+        typer.echo(describe(config, stored))

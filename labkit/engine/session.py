@@ -12,7 +12,7 @@ from labkit.cache import Cache
 from labkit.errors import InputError
 from labkit.model.transformer import Transformer
 
-# Parameters below which a step has too little work for two threads.
+# Parameters below which a pass has too little work for several threads.
 SMALL_MODEL = 50_000_000
 
 
@@ -57,7 +57,7 @@ class Session:
         if ids.ndim == 0 or (ids.ndim == 2 and ids.shape[0] != 1):
             raise InputError(f"a session holds one sequence: ids must be [T] or [1,T], got "
                              f"{list(ids.shape)}")
-        with torch.no_grad():
+        with torch.no_grad(), one_thread(self._small):
             return self.model(ids, cache=self.cache, last_only=last_only).logits
 
     def decode(self, id: int | torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,9 @@ def as_ids(values: object, name: str = "ids") -> torch.Tensor:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{name} must be whole numbers in rows of one length ({error})") from None
-    if tensor.numel() and (tensor.is_floating_point() or tensor.dtype == torch.bool):
+    if not tensor.numel():
+        return tensor.long()  # an empty list has no type of its own
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise InputError(f"{name} must be whole numbers, not {tensor.dtype}")
     return tensor
 
@@ -104,10 +106,11 @@ def as_ids(values: object, name: str = "ids") -> torch.Tensor:
 def one_thread(wanted: bool = True) -> Iterator[None]:
     """Run the body on one thread of torch, then set the old number again.
 
-    The operations of a small model's step last microseconds each. Two threads make it no faster,
-    and while another program keeps the cores busy they wait for each other at every operation:
-    a step of a 19 M parameter model took 14 ms with one thread, 14 ms with two on an idle
-    machine of two cores, and 380 ms with two beside another busy program.
+    The operations of a small model last microseconds each. Two threads gain little, and while
+    another program keeps the cores busy they wait for each other at every operation. Measured
+    with 19 M parameters on two cores: a step takes 14 ms with one thread and with two, but
+    380 ms with two beside busy programs; a prefill of 500 tokens 0.25 s with one, 0.17 s with
+    two, and 24 s with two beside busy programs.
     """
     before = torch.get_num_threads()
     if not wanted or before == 1:
