@@ -39,13 +39,25 @@ class Engram(nn.Module):
         memory = self.wkv(self.embed(rows).flatten(-2))                  # [B,T,(C+1)*D]
         memory = wide(memory).unflatten(-1, (c.hc_mult + 1, c.hidden_size))
         key, value = memory[:, :, :-1], memory[:, :, -1:]                # [B,T,C,D], [B,T,1,D]
-        stream = wide(h)
-        weight = wide(self.q_weight) * wide(self.k_weight)
-        dot = (stream * weight * key).sum(-1, keepdim=True)              # [B,T,C,1]
-        dot = dot * mean_square_scale(stream, c.rms_norm_eps) * mean_square_scale(key, c.rms_norm_eps)
-        dot = dot * c.hidden_size**-0.5
-        # The signed root spreads small agreements; its floor keeps the gradient finite.
-        gate = torch.sigmoid(dot.sign() * dot.abs().clamp(min=1e-6).sqrt())
-        gate = gate.masked_fill(blocked[:, :, None, None], 0.0)
-        run.tap(f"layers.{self.layer}.engram.gate", gate[..., 0])
-        return (stream + gate * value).to(h.dtype)
+        update = run.kernels.fuse(gated_update)
+        h, gate = update(h, key, value, self.q_weight, self.k_weight, blocked, c.rms_norm_eps)
+        run.tap(f"layers.{self.layer}.engram.gate", gate)
+        return h
+
+
+def gated_update(h: torch.Tensor, key: torch.Tensor, value: torch.Tensor, q_weight: torch.Tensor,
+                 k_weight: torch.Tensor, blocked: torch.Tensor, eps: float,
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every stream opens its own gate: h [B,T,C,D], key [B,T,C,D], value [B,T,1,D] -> h, gate.
+
+    The gate [B,T,C] is the sigmoid of the signed root of a scaled, normed dot product; blocked
+    [B,T] closes it (padding, image tokens).
+    """
+    stream = wide(h)
+    dot = (stream * (wide(q_weight) * wide(k_weight)) * key).sum(-1)     # [B,T,C]
+    dot = dot * mean_square_scale(stream, eps)[..., 0] * mean_square_scale(key, eps)[..., 0]
+    dot = dot * h.shape[-1] ** -0.5
+    # The signed root spreads small agreements; its floor keeps the gradient finite.
+    gate = torch.sigmoid(dot.sign() * dot.abs().clamp(min=1e-6).sqrt())
+    gate = gate.masked_fill(blocked[..., None], 0.0)
+    return (stream + gate[..., None] * value).to(h.dtype), gate
