@@ -191,8 +191,9 @@ def faults(notebook: dict, size: int) -> list[str]:
     return told
 
 
-def test_notebooks_are_light():
+def test_notebooks_are_light_and_the_first_one_is_there():
     notebooks = [path for path in FILES if path.suffix == ".ipynb"]
+    assert ROOT / "notebooks" / "00_start.ipynb" in notebooks  # lab.py opens it
     told = {
         path.name: found
         for path in notebooks
