@@ -1,0 +1,1 @@
+"""Figures from configs and traces, each with alternative text, a finding and a table."""
