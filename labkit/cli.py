@@ -132,12 +132,16 @@ def generate(
         prompt, max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop,
         seed=seed,
     )
-    shown = (lambda text: None) if as_json else (lambda text: typer.echo(text, nl=False))
+    shown = 0  # characters; Ctrl-C may come between a token and its printing
     try:
         for event in generation:
-            shown(event.text)
+            if not as_json:
+                typer.echo(event.text, nl=False)
+            shown += len(event.text)
     except KeyboardInterrupt:
-        shown(generation.interrupt())
+        generation.interrupt()
+        if not as_json:
+            typer.echo(generation.text[shown:], nl=False)
     result = generation.result()
     typer.echo(json.dumps(result.to_dict(), ensure_ascii=False) if as_json else "")
     stats = result.stats

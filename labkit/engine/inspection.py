@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -107,11 +108,10 @@ def _common_name(names: list[str]) -> str:
 def read_tensor(stored: dict[str, StoredTensor], name: str) -> tuple[torch.Tensor, str]:
     """A stored tensor, scales multiplied in, and a remark on what was read (may be "")."""
     if name not in stored:
-        close = [n for n in stored if n.rsplit(".", 2)[-2:] == name.rsplit(".", 2)[-2:]]
-        close = close or [n for n in stored if name in n]
-        hint = f"; there is {', '.join(close[:3])}" if close else ""
-        raise InputError(f"no tensor is named {name!r}{hint}: `labkit inspect` without --tensor "
-                         "lists them")
+        close = difflib.get_close_matches(name, stored, n=2)
+        hint = f", but {' and '.join(close)}" if close else ""
+        raise InputError(f"there is no tensor {name!r}{hint}: `labkit inspect` without --tensor "
+                         "lists them all")
     found = stored[name]
     remarks = [f"stored as {found.dtype} in {found.file.name}"]
     rows = found.shape[0] if found.shape else 1
