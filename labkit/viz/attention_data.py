@@ -100,10 +100,10 @@ class Recording:
                     1.0 - float(weight.sum()))
 
     def _pool(self, layer: int, query: int) -> list[tuple[int, int]] | None:
-        """Blocks of the pool, if this layer's selection came through it or it publishes one."""
+        """Blocks of the pool, if this layer's selection came through it or it publishes it."""
         c, role = self.config, self.config.roles[layer]
-        source = None if role.index_source is None else c.roles[role.index_source]
-        if source is None or not (source.publishes_candidates or source.uses_candidates):
+        restricted = role.index_source is not None and c.roles[role.index_source].uses_candidates
+        if not (restricted or role.publishes_candidates):
             return None
         seen = self.taps[f"layers.{c.candidate_source_layer_id}.attn.candidates"][0, query]  # [S]
         joined: list[tuple[int, int]] = []

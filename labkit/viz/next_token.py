@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from labkit.errors import InputError
@@ -33,7 +34,7 @@ def next_token_bars(candidates: Sequence[Candidate] | Event, drawn: int | None =
                "ticktext": ["0", "25 %", "50 %", "75 %", "100 %"], "gridcolor": "rgba(128,128,128,.3)",
                "title": {"text": "probability"}, "fixedrange": True, "zeroline": False},
         yaxis={"range": [n - 0.5, -0.5], "tickvals": list(range(n)),
-               "ticktext": [bar["label"] for bar in shown], "fixedrange": True, "showgrid": False,
+               "ticktext": [escape(bar["label"], quote=False) for bar in shown], "fixedrange": True, "showgrid": False,
                "zeroline": False, "tickfont": {"family": "monospace", "size": 13}},
     ))
     rows = list(range(n))

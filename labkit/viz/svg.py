@@ -8,7 +8,7 @@ refuses the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from html import escape
+from html import escape, unescape
 from typing import Any
 
 from labkit.errors import InputError
@@ -164,7 +164,9 @@ def _markers(trace: Any, place: _Place) -> Iterator[str]:
 
 
 def _labels(trace: Any, place: _Place) -> Iterator[str]:
-    n = len(trace.x)
+    n, faint = len(trace.x), trace.opacity not in (None, 1.0)
+    if faint:
+        yield f'<g opacity="{trace.opacity}">'
     texts, where = _spread(trace.text, n, ""), _spread(trace.textposition, n, "middle center")
     font = trace.textfont
     colours, sizes = _spread(font.color, n, None), _spread(font.size, n, 12)
@@ -174,11 +176,13 @@ def _labels(trace: Any, place: _Place) -> Iterator[str]:
         if x is None or y is None or not label:
             continue
         vertical, side = at.split()
-        dx = {"left": -4, "right": 4, "center": 0}[side]
+        dx = {"left": -4, "right": 4, "center": 0}[side] if "markers" in trace.mode else 0
         anchor = {"left": "end", "right": "start", "center": "middle"}[side]
         dy = {"top": -size * 0.8, "bottom": size * 0.8, "middle": 0}[vertical]
         yield _text(place.x(x) + dx, place.y(y) + dy, label, anchor, size, fill=colour,
                     family=font.family)
+    if faint:
+        yield "</g>"
 
 
 # ---------------------------------------------------------------------------------- the rest
@@ -280,7 +284,8 @@ def _text(x: float, y: float, text: str, anchor: str, size: float, *, fill: str 
     font = f' font-family="{escape(family)}"' if family else ""
     bold = ' font-weight="bold"' if weight == "bold" else ""
     return (f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" dominant-baseline="central" '
-            f'font-size="{size}" xml:space="preserve"{colour}{font}{bold}>{escape(text)}</text>')
+            f'font-size="{size}" xml:space="preserve"{colour}{font}{bold}>'
+            f"{escape(unescape(text), quote=False)}</text>")  # plotly's texts are escaped already
 
 
 def _spread(value: Any, n: int, default: Any) -> list[Any]:

@@ -1,0 +1,51 @@
+"""What explorers share: a caption that is read aloud when it changes, a table, the theme."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from labkit.viz.picture import STYLE, Picture, Static, table_html
+
+
+class Explorer:
+    """Base class: `.view` is the whole, `.figure` the live figure, `.static()` the picture.
+
+    A subclass makes its controls, then calls `_build`, and `_tell` after every change.
+    """
+
+    figure: Any
+    view: Any
+
+    def picture(self) -> Picture:
+        """What is shown at this moment, as a picture."""
+        raise NotImplementedError
+
+    def static(self) -> Static:
+        """What is shown at this moment, for places without widgets."""
+        return self.picture().static()
+
+    def _build(self, picture: Picture, controls: list[Any], above: list[Any] | None = None) -> None:
+        import ipywidgets as widgets
+        import plotly.graph_objects as go
+
+        self.figure = go.FigureWidget(picture.figure)
+        self.figure._config = {**(self.figure._config or {}), "displayModeBar": False}
+        self.caption, self.table = widgets.HTML(), widgets.HTML()
+        self.view = widgets.VBox([
+            widgets.HTML(STYLE), *controls, *(above or []), self.figure, self.caption, self.table,
+        ])
+        self.view.add_class("labkit")
+        self._tell(picture.caption, picture.columns, picture.rows)
+
+    def _tell(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Caption and table; they say the same as the figure to those who do not see it."""
+        self.caption.value = (f'<p class="labkit-text" role="status" aria-live="polite">'
+                              f"{escape(caption)}</p>")
+        self.table.value = table_html(columns, rows)
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        display(self.view)
