@@ -10,9 +10,11 @@ from golden_model import GOLDEN, make_folder
 from safetensors.torch import load_file, save_file
 
 import labkit
-from labkit.checkpoint import target_dtype
+from labkit.checkpoint import target_dtype, write_checkpoint
 from labkit.errors import CheckpointError, ConfigError, InputError, LabError
 from labkit.lab import choose_device
+from labkit.model.init import init_weights
+from labkit.model.transformer import Transformer
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +130,21 @@ def test_trace_has_the_names_that_pictures_rely_on(lab):
         if role.publishes_candidates:
             wanted.add(f"{at}.attn.candidates")
     assert wanted <= names
+
+
+def test_a_model_without_engram_and_with_a_padded_vocabulary(tmp_path):
+    c = labkit.ModelConfig.preset("nano").replace(
+        vocab_size=530, engram_layer_ids=(), engram_num_embeddings=(), num_nextn_predict_layers=0)
+    model = init_weights(Transformer(c), seed=3)
+    with torch.no_grad():
+        model.head.weight[512:] = model.norm.weight.sign()  # ids without text are often likeliest
+    write_checkpoint(tmp_path, c, model.state_dict(), form="plain", dtype=torch.float32)
+    shutil.copy(GOLDEN / "tokenizer.json", tmp_path)
+    lab = labkit.load(tmp_path)
+    ids = torch.arange(30)[None]
+    assert torch.equal(lab.model(ids).logits, model(ids).logits)
+    assert max(lab.generate("It is", 40, seed=0, temperature=3.0, top_p=1.0).ids) < 512
+    assert lab.session().nbytes()["engram"] >= 0 and "engram_hash_ids" not in lab.trace(ids)
 
 
 # ---- presets ---------------------------------------------------------------------------------
