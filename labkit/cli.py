@@ -8,6 +8,7 @@ LabError; they and Ctrl-C are handled in one place, `_Commands`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -181,3 +182,98 @@ def inspect(
         # A folder with a config alone is still worth a look: its layout follows from that.
         stored = find_tensors(folder) if any(folder.glob("*.safetensors*")) else None
         typer.echo(describe(config, stored))
+
+
+@app.command()
+def accounting(
+    source: Annotated[str, typer.Argument(help="A preset or a folder with a config.json.")],
+    full: Annotated[bool, typer.Option("--full", help="List every tensor.")] = False,
+) -> None:
+    """Derive every tensor of a checkpoint from its config: counts and bytes, by part.
+
+    \b
+    Examples:
+      labkit accounting flash
+      labkit accounting mini --full
+    """
+    from labkit.checkpoint.report import accounting_text
+    from labkit.config import PRESETS, ModelConfig
+
+    config = ModelConfig.preset(source) if source in PRESETS else ModelConfig.from_file(source)
+    typer.echo(accounting_text(config, full))
+
+
+# ---- training -------------------------------------------------------------------------------
+
+
+@app.command()
+def train(
+    run: Annotated[Path, typer.Option(help="Folder of the run: its state and its log.")] = Path(
+        "runs/mini"),
+    preset: Annotated[str, typer.Option(help="Configuration to train.")] = "mini",
+    steps: Annotated[int, typer.Option(help="Length of the whole run.")] = 2400,
+    batch: Annotated[int, typer.Option(help="Sequences a step.")] = 2,
+    length: Annotated[int, typer.Option(help="Tokens a sequence.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Of weights, batches and samples.")] = 0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier run there.")] = False,
+) -> None:
+    """Train a preset on the corpus; the same command goes on where it stopped.
+
+    Ctrl-C saves and stops. `labkit export` writes the result as a checkpoint.
+
+    \b
+    Examples:
+      labkit train
+      labkit train --run runs/try --steps 200 --fresh
+    """
+    from labkit.train.command import train_preset
+
+    train_preset(run, preset, fresh, steps=steps, batch=batch, length=length, seed=seed)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the checkpoint.")],
+    preset: Annotated[str, typer.Option(help="Configuration of the run.")] = "mini",
+    form: Annotated[str, typer.Option(help="released (quantised) or plain (bf16).")] = "released",
+) -> None:
+    """Write the weights of a training run as a checkpoint that `labkit.load` opens.
+
+    \b
+    Examples:
+      labkit export runs/mini data/mini
+      labkit export runs/mini /tmp/mini-bf16 --form plain
+    """
+    from labkit.train.command import export_run
+
+    for path in export_run(run, out, preset, form):
+        typer.echo(f"{path}  {path.stat().st_size:,} bytes")
+
+
+@app.command()
+def mutants(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Only these, each with all that is known of it.")
+    ] = None,
+) -> None:
+    """Break the model on purpose, fault by fault, and say which checks notice.
+
+    Each mutant is a bug that somebody published. Exit code 1 when one survives.
+
+    \b
+    Examples:
+      labkit mutants
+      labkit mutants relu_after_sum transposed_comb
+    """
+    from labkit import mutants as faults
+
+    def progress(name: str) -> None:
+        typer.echo(f"labkit: {name}", err=True)
+
+    rows = faults.table(names or None, progress)
+    for row in rows if names else ():
+        typer.echo(faults.describe(row) + "\n")
+    typer.echo(faults.main_text(rows))
+    if not all(row.killed for row in rows):
+        raise typer.Exit(1)

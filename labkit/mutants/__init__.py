@@ -7,7 +7,8 @@ says which noticed it. In the course a learner is given a mutant and has to find
 from __future__ import annotations
 
 from labkit.mutants import faults_attention, faults_layers, faults_memory  # noqa: F401
-from labkit.mutants.kill import Row, judge, main_text, table
+from labkit.mutants.kill import Row, describe, judge, main_text, table
 from labkit.mutants.record import MUTANTS, Mutant, active, find
 
-__all__ = ["MUTANTS", "Mutant", "Row", "active", "find", "judge", "main_text", "table"]
+__all__ = ["MUTANTS", "Mutant", "Row", "active", "describe", "find", "judge", "main_text",
+           "table"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from labkit.errors import InputError
 from labkit.mutants import checks
 from labkit.mutants.record import MUTANTS, active, find
 
@@ -55,28 +56,49 @@ def failures(vectors: bool) -> dict[str, str]:
 
 def table(names: Iterable[str] | None = None, progress: Callable[[str], None] | None = None
           ) -> list[Row]:
-    """One `Row` per mutant (all of them by default), with vectors where they are at hand."""
+    """One `Row` per mutant (all of them by default), with vectors where they are at hand.
+
+    progress is called with each name before its turn. InputError for an unknown name, and when
+    a check fails on the right code: then a kill would prove nothing.
+    """
     from labkit.mutants import golden
 
-    rows = []
-    for name in names if names is not None else MUTANTS:
-        if progress:
-            progress(name)
-        rows.append(judge(name, golden.available()))
+    chosen = [find(name).id for name in (names if names is not None else MUTANTS)]
+    vectors, threads, rows = golden.available(), torch.get_num_threads(), []
+    torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+    try:
+        wrong = failures(vectors)
+        if wrong:
+            first = next(iter(wrong))
+            raise InputError(f"{len(wrong)} checks fail without any mutant, first {first} "
+                             f"({wrong[first]}): repair the model before judging mutants")
+        for name in chosen:
+            if progress:
+                progress(name)
+            rows.append(judge(name, vectors))
+    finally:
+        torch.set_num_threads(threads)
     return rows
+
+
+def describe(row: Row) -> str:
+    """One mutant in full: what is wrong, whose bug it was, where to look, what the checks say."""
+    mutant = find(row.id)
+    lines = [("mutant", mutant.id), ("part", mutant.mechanism), ("fault", mutant.fault),
+             ("seen in", mutant.source), ("look at", mutant.look)]
+    for kind, check, said in (("property", row.property_check, row.property_says),
+                              ("vector", row.vector_check, row.vector_says)):
+        lines.append((kind, f"{check}: {said}" if check else "none fails"))
+    return "\n".join(
+        textwrap.fill(text, 96, initial_indent=f"{label:10}", subsequent_indent=" " * 10)
+        for label, text in lines)
 
 
 def main_text(rows: list[Row] | None = None) -> str:
     """The table as text; the last line says how many mutants survived."""
     from labkit.mutants import golden
 
-    threads = torch.get_num_threads()
-    if rows is None:
-        torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
-        try:
-            rows = table()
-        finally:
-            torch.set_num_threads(threads)
+    rows = table() if rows is None else rows
     width = max(60, shutil.get_terminal_size((100, 24)).columns)
     left = max(len(row.id) for row in rows)
     out = [f"{'mutant':{left}}  {'killed by property':20}  killed by vector"]

@@ -1,0 +1,150 @@
+"""Every golden vector, stage by stage, under the rules of `labkit.mutants.rules`.
+
+The vectors are inputs and outputs of an independent implementation. Both kernel sets are held to
+the same rules; what is loaded goes through `labkit.load`, as a user's checkpoint does.
+"""
+
+import json
+
+import helpers
+import pytest
+import torch
+from safetensors import safe_open
+
+from labkit.errors import ConfigError
+from labkit.mutants import checks, golden, rules
+from labkit.mutants.oracle import Oracle
+from labkit.mutants.vectors import bf16_rule
+
+FP32_CASES = ("text", "long", "no_candidates", "ratio4", "padded", "released_layout")
+NOT_COMPARED = ("input_ids", "lengths")  # inputs; dspark.* belongs to the draft
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _folders():
+    yield
+    helpers.remove_folders()
+
+
+def stored(case, rounding):
+    """Names of the tensors to compare; none where there is no such file."""
+    path = helpers.GOLDEN / case / ("expected" if rounding else "expected_unrounded")
+    path = path.with_suffix(".safetensors")
+    if not path.exists():
+        return []
+    with safe_open(path, "pt") as file:
+        return sorted(n for n in file.keys() if n not in NOT_COMPARED and n[:7] != "dspark.")
+
+
+STAGES = [
+    pytest.param(case, rounding, kernels, name,
+                 id=f"{case}-{'rounded' if rounding else 'exact'}-{kernels}-{name}")
+    for case in FP32_CASES for rounding in (False, True) for kernels in helpers.KERNELS
+    for name in stored(case, rounding)
+]
+
+
+def test_there_is_a_vector_for_every_stage():
+    """The files were not emptied: what the course relies on is in them."""
+    names = {stage.values[3] for stage in STAGES if stage.values[0] == "text"}
+    assert {"engram_hash_ids", "logits", "layers.6.attn.candidates", "layers.8.attn.topk_indices",
+            "layers.2.attn.compressed_kv", "layers.4.attn.index_keys", "layers.0.attn.out",
+            "layers.9.streams_in"} <= names
+    for case in FP32_CASES:
+        assert len(stored(case, True)) >= 13, case
+        assert len(stored(case, False)) >= 13 or case == "released_layout", case
+
+
+@pytest.mark.parametrize("case, rounding, kernels, name", STAGES)
+def test_stage(case, rounding, kernels, name):
+    vector = golden.case(case)
+    expected = (vector.rounded if rounding else vector.unrounded)[name]
+    actual = helpers.trace(case, rounding, kernels)[name]
+    rule = rules.rounded if rounding else rules.unrounded
+    wrong = rule(name, vector.live(name, expected), vector.live(name, actual))
+    assert wrong is None, wrong
+
+
+@pytest.mark.parametrize("kernels", helpers.KERNELS)
+@pytest.mark.parametrize("case", ("text", "long"))
+def test_the_unrounded_logits_are_as_close_as_fp32_usually_is(case, kernels):
+    """Typical agreement is 1e-6 of the span; ten times that would be another computation."""
+    expected = golden.case(case).unrounded["logits"]
+    error = rules.error_of_span(expected, helpers.trace(case, False, kernels)["logits"])
+    assert float(error.max()) < 1e-5
+
+
+@pytest.mark.parametrize("kernels", helpers.KERNELS)
+@pytest.mark.parametrize("rounding", (False, True), ids=("exact", "rounded"))
+def test_bf16(rounding, kernels):
+    vector = golden.case("bf16")
+    taps = helpers.trace("bf16", rounding, kernels)
+    wrong = bf16_rule(vector, taps, vector.rounded if rounding else vector.unrounded)
+    assert wrong is None, wrong
+
+
+def test_a_bf16_model_keeps_in_fp32_what_must_be():
+    model = helpers.lab("bf16", True).model
+    wide = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
+    assert all(p.dtype == torch.bfloat16 for n, p in model.named_parameters() if n not in wide)
+    kinds = {name.split(".")[-1] for name in wide if name.startswith("layers.2.")}
+    assert kinds == {"attn_sink", "bias", "bias_vl", "weight", "hc_attn_fn", "hc_attn_base",
+                     "hc_attn_scale", "hc_ffn_fn", "hc_ffn_base", "hc_ffn_scale"}
+    assert {n for n in wide if n.endswith(".weight")} == {"head.weight"} | {
+        f"layers.{i}.attn.compressor.{w}.weight" for i in (2, 4) for w in ("wkv", "wgate")}
+
+
+def test_the_addresses_of_the_padded_rows_are_those_of_the_rows_alone():
+    vector = golden.case("padded")
+    whole = helpers.trace("padded", False)["engram_hash_ids"]
+    for b, n in enumerate(vector.lengths.tolist()):
+        alone = helpers.lab("padded", False).trace(vector.ids[b : b + 1, :n])["engram_hash_ids"]
+        assert torch.equal(alone[0], whole[b, :n])
+
+
+def test_a_trace_has_every_key_that_tests_and_pictures_rely_on():
+    taps = helpers.trace("text", True)
+    assert set(stored("text", True)) <= set(taps)
+    for layer in range(10):
+        for stage in ("streams_in", "streams_after_engram", "attn.out"):
+            assert f"layers.{layer}.{stage}" in taps
+
+
+def test_weights_from_is_refused_by_load(tmp_path):
+    raw = json.loads((helpers.GOLDEN / "long" / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    import labkit
+
+    with pytest.raises(ConfigError, match="weights_from"):
+        labkit.load(tmp_path)
+
+
+@pytest.mark.parametrize("case, row, length", [("text", 1, 45), ("ratio4", 0, 37), ("long", 0, 60)])
+def test_the_oracle_meets_the_vectors_too(case, row, length):
+    """The second leg of the tests stands on the first: causality lets it take a prefix."""
+    vector = golden.case(case)
+    state = {n: p for n, p in golden.model(case).named_parameters()}
+    taps = Oracle(vector.config, state, golden.classes()[0].tolist()).run(
+        vector.ids[row, :length].tolist())
+    for name, expected in vector.unrounded.items():
+        if name in NOT_COMPARED or name.startswith("dspark."):
+            continue
+        part = expected[row]
+        if name.endswith(("compressed_kv", "index_keys")):
+            part = part[: taps[name].shape[0]]
+        else:
+            part = part[:length]
+        if name.endswith("candidates"):
+            part = part[:, : taps[name].shape[1]]
+        wrong = rules.unrounded(name, part, taps[name].to(part.dtype))
+        assert wrong is None, wrong
+
+
+checks.load()
+
+
+@pytest.mark.parametrize("name", checks.VECTORS)
+def test_transformed_and_worked_vectors(name):
+    """The checks that kill mutants pass on the right code."""
+    said = checks.VECTORS[name].failure()
+    assert said is None, said
