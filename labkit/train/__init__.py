@@ -1,0 +1,1 @@
+"""Training: batches, losses, optimisers, the loop, held-out evaluation."""

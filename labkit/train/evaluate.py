@@ -1,0 +1,54 @@
+"""Bits per byte on text that training never saw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from labkit.text.corpus import load_corpus
+from labkit.text.tokenizer import Tokenizer
+
+
+@torch.no_grad()
+def bits_per_byte(
+    model: torch.nn.Module, tokenizer: Tokenizer, texts: Mapping[str, str] | None = None, *,
+    length: int = 1024, stride: int = 512, batch: int = 2, limit: int | None = None,
+    progress: Callable[[Iterable[list[int]]], Iterable[list[int]]] = iter,
+) -> float:
+    """Cross-entropy of the held-out text (or `texts`) in bits per UTF-8 byte.
+
+    Every window of `length` tokens begins with BOS; only its last `stride` tokens count (the
+    first window of a text counts whole), so a token has `length - stride` tokens of context or
+    all there are. limit: windows at most, evenly spread (for a quick look).
+    """
+    assert tokenizer.bos_id is not None
+    windows: list[tuple[list[int], int]] = []  # ids, how many of the last targets count
+    for text in (texts if texts is not None else load_corpus("heldout")).values():
+        ids = tokenizer.encode(text)
+        done = 0
+        while done < len(ids):
+            new = min(length - 1 if done == 0 else stride, len(ids) - done)
+            first = max(0, done + new - (length - 1))
+            windows.append(([tokenizer.bos_id, *ids[first : done + new]], new))
+            done += new
+    if limit is not None and limit < len(windows):
+        windows = [windows[i * len(windows) // limit] for i in range(limit)]
+    total_bits, total_bytes = 0.0, 0
+    windows.sort(key=lambda w: len(w[0]))
+    groups = [windows[i : i + batch] for i in range(0, len(windows), batch)]
+    for group in progress(groups):  # type: ignore[arg-type]
+        lengths = torch.tensor([len(ids) for ids, _ in group])             # type: ignore[misc]
+        rows = torch.full((len(group), int(lengths.max())), tokenizer.bos_id)
+        for row, (ids, _) in enumerate(group):                              # type: ignore[misc]
+            rows[row, : len(ids)] = torch.tensor(ids)
+        logits = model(rows, lengths).logits
+        for row, (ids, new) in enumerate(group):                            # type: ignore[misc]
+            end = len(ids)
+            nats = F.cross_entropy(logits[row, end - 1 - new : end - 1].float(),
+                                   rows[row, end - new : end], reduction="sum")
+            total_bits += float(nats) / math.log(2)
+            total_bytes += len(tokenizer.decode(ids[-new:]).encode("utf-8"))
+    return total_bits / total_bytes

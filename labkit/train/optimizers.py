@@ -1,0 +1,51 @@
+"""Who is updated how: matrices of the backbone by Muon, everything else by AdamW."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from labkit.model.transformer import Transformer
+from labkit.train.muon import Muon
+
+TABLE_FACTOR = 5.0   # learning rate of Engram tables over the rest (technical report: 5x)
+
+
+def uses_muon(name: str, parameter: nn.Parameter) -> bool:
+    """Matrices between activations; not tables, gates, mixing coefficients or the indexer."""
+    return parameter.ndim == 2 and name.startswith("layers.") and not any(
+        part in name for part in ("hc_", "gate.weight", "engram.embed", "indexer", "q_weight", "k_weight"))
+
+
+def optimizers(model: Transformer, lr: float, muon_lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:
+    """[Muon, AdamW]; every group carries `peak`, its learning rate at the top of the schedule."""
+    matrices, tables, plain, decayed = [], [], [], []
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        if uses_muon(name, p):
+            matrices.append(p)
+        elif "engram.embed" in name:
+            tables.append(p)
+        elif name in ("embed.weight", "head.weight") or "indexer.w" in name:
+            decayed.append(p)
+        else:
+            plain.append(p)
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "lr": lr, "weight_decay": weight_decay},
+         {"params": plain, "lr": lr, "weight_decay": 0.0},
+         {"params": tables, "lr": TABLE_FACTOR * lr, "weight_decay": 0.0}],
+        betas=(0.9, 0.95), eps=1e-10, fused=True)
+    muon = Muon(matrices, lr=muon_lr, weight_decay=weight_decay, momentum=0.95)
+    for optimizer in (muon, adamw):
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return [muon, adamw]
+
+
+def schedule(step: int, steps: int, warmup: int, cooldown: float = 0.5, floor: float = 0.02) -> float:
+    """Factor on every peak: linear warm-up, flat, then linear down over the last `cooldown`."""
+    if step < warmup:
+        return (step + 1) / warmup
+    left = (steps - step) / (cooldown * steps)
+    return max(floor, min(1.0, left))
