@@ -18,7 +18,7 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 hypothesis.settings.register_profile(
-    "long", parent=hypothesis.settings.get_profile("lab"), max_examples=200
+    "long", parent=hypothesis.settings.get_profile("lab"), max_examples=400
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "lab"))
 

