@@ -26,16 +26,19 @@ class Explorer:
         """What is shown at this moment, for places without widgets."""
         return self.picture().static()
 
-    def _build(self, picture: Picture, controls: list[Any], above: list[Any] | None = None) -> None:
+    def _build(self, picture: Picture, controls: list[Any], beside: bool = False) -> None:
+        """Make figure, caption and table once; `beside`: the table stands beside the figure."""
         import ipywidgets as widgets
         import plotly.graph_objects as go
 
         self.figure = go.FigureWidget(picture.figure)
         self.figure._config = {**(self.figure._config or {}), "displayModeBar": False}
         self.caption, self.table = widgets.HTML(), widgets.HTML()
-        self.view = widgets.VBox([
-            widgets.HTML(STYLE), *controls, *(above or []), self.figure, self.caption, self.table,
-        ])
+        body = [self.figure, self.caption, self.table]
+        if beside:
+            wrap = widgets.Layout(flex_flow="row wrap", align_items="center", grid_gap="24px")
+            body = [widgets.Box([self.figure, self.table], layout=wrap), self.caption]
+        self.view = widgets.VBox([widgets.HTML(STYLE), *controls, *body])
         self.view.add_class("labkit")
         self._tell(picture.caption, picture.columns, picture.rows)
 

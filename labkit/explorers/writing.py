@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,8 @@ class WritingExplorer(Explorer):
         self.text = widgets.HTML()
         self._begin()
         self.event: Event = next(self.generation)
-        self._build(self.picture(), [self.prompt, widgets.HBox([self.next, self.more, self.again])],
-                    [self.progress, self.text])
+        buttons = widgets.HBox([self.next, self.more, self.again])
+        self._build(self.picture(), [self.prompt, buttons, self.progress, self.text], beside=True)
         self._update()
         self.next.on_click(lambda _: self.step())
         self.more.on_click(lambda _: self.run(20))
@@ -51,8 +52,10 @@ class WritingExplorer(Explorer):
         self.prompt.observe(lambda _: self.restart(), names="value")
 
     def picture(self) -> Picture:
-        """The distribution that the last token was drawn from."""
-        return next_token_bars(self.event)
+        """The text so far, and the distribution that its last token was drawn from."""
+        picture = next_token_bars(self.event)
+        text = f"\u201c{self.prompt.value}{self.generation.text}\u201d "
+        return replace(picture, caption=text + picture.caption)
 
     def step(self) -> str:
         """Draw one token, unless the text has ended; the text of it."""

@@ -21,8 +21,8 @@ from labkit.viz.tokens import Placed, lay_out, visible
 
 COLUMNS = 108           # characters a line
 WIDTH = 900
-LINE = 54               # pixels a line of text takes
-BAR = 15                # pixels of a full bar
+LINE = 48               # pixels a line of text takes
+BAR = 13                # pixels of a full bar
 FULL = 0.25             # the weight that fills a bar; more is cut and said in the hover text
 LEAST = 2.0             # pixels of a bar whose weight is next to nothing: it is there all the same
 TOP = 40                # pixels above the first line, for the bar of shares
@@ -73,16 +73,17 @@ def _empty_traces(go: Any) -> list[Any]:
              "insidetextanchor": "middle", "constraintext": "none", "textangle": 0,
              "hovertemplate": "%{text}<extra></extra>"}
     return [
-        go.Bar(name="share of the window", marker={"color": window.colour},
+        go.Bar(name="share of the window", marker={"color": window.colour, "line": {"width": 0}},
                insidetextfont={"color": "#FFF"}, **share),
-        go.Bar(name="share of the entries", marker={"color": entries.colour},
+        go.Bar(name="share of the entries", marker={"color": entries.colour, "line": {"width": 0}},
                insidetextfont={"color": "#000"}, **share),
-        go.Bar(name="share of the sink", marker={"color": sink.colour},
+        go.Bar(name="share of the sink", marker={"color": sink.colour, "line": {"width": 0}},
                insidetextfont={"color": "#000"}, **share),
-        go.Bar(name=f"{window.label} ({window.letter})", marker={"color": window.colour}, offset=0,
+        go.Bar(name=f"{window.label} ({window.letter})", offset=0,
+               marker={"color": window.colour, "line": {"width": 0}},
                hovertemplate="token %{customdata[0]}: %{customdata[1]:.2%}<extra>window</extra>"),
         go.Bar(name=f"{entries.label} ({entries.letter})", offset=0,
-               marker={"color": entries.colour, "pattern": hatched},
+               marker={"color": entries.colour, "pattern": hatched, "line": {"width": 0}},
                hovertemplate="entry %{customdata[0]}: %{customdata[1]:.2%}<extra>selected</extra>"),
         go.Scatter(name=f"{pool.label} ({pool.letter})", mode="lines", hoverinfo="skip",
                    line={"color": pool.colour, "width": 4}),
@@ -120,7 +121,7 @@ def _window(look: Look, placed: list[Placed]) -> dict[str, Any]:
     tokens = [placed[position] for position, _ in look.window]
     return {
         "x": [t.column for t in tokens], "width": [t.width - 0.15 for t in tokens],
-        "base": [_line(t) + 17 for t in tokens], "y": [-height(w) for _, w in look.window],
+        "base": [_line(t) + 15 for t in tokens], "y": [-height(w) for _, w in look.window],
         "customdata": [[position, weight] for position, weight in look.window],
     }
 
@@ -132,7 +133,7 @@ def _entries(look: Look, placed: list[Placed]) -> dict[str, Any]:
         for line, start, stop in _stretches(placed, first, end):
             x.append(start)
             width.append(stop - start - 0.15)
-            base.append(line + 32)
+            base.append(line + 29)
             y.append(height(weight))
             data.append([entry, weight])
     return {"x": x, "width": width, "base": base, "y": y, "customdata": data}
@@ -144,7 +145,7 @@ def _pool(look: Look, placed: list[Placed]) -> dict[str, Any]:
     for first, end in look.pool or []:
         for line, start, stop in _stretches(placed, first, end):
             x += [start + 0.2, stop - 0.2, None]
-            y += [line + 51, line + 51, None]
+            y += [line + 45, line + 45, None]
     return {"x": x, "y": y, "visible": look.pool is not None}
 
 
@@ -153,7 +154,7 @@ def _text(placed: list[Placed], upto: int | None = None, after: int | None = Non
     tokens = placed[: upto + 1] if upto is not None else placed[(after or 0) + 1 :]
     return {
         "x": [t.column + len(t.text) - len(t.text.lstrip(" ")) for t in tokens],
-        "y": [_line(t) + 25 for t in tokens],
+        "y": [_line(t) + 22 for t in tokens],
         "text": [escape(t.text.lstrip(" "), quote=False) for t in tokens],
         "customdata": [t.index for t in tokens],
     }
@@ -161,7 +162,7 @@ def _text(placed: list[Placed], upto: int | None = None, after: int | None = Non
 
 def _frame(token: Placed) -> dict[str, Any]:
     left, right = token.column - 0.1, token.column + token.width
-    upper, lower = _line(token) + 17, _line(token) + 32
+    upper, lower = _line(token) + 15, _line(token) + 29
     return {"x": [left, right, right, left, left], "y": [upper, upper, lower, lower, upper],
             "customdata": [token.index] * 5}
 
@@ -205,7 +206,7 @@ def caption(recording: Recording, look: Look) -> str:
     strongest = ranked(recording, look, 1)
     if strongest:
         what, where, words, weight = strongest[0]
-        text += f" Strongest: {what} {where} \u201c{words}\u201d with {weight}."
+        text += f" Strongest: {what} at {where}, \u201c{words}\u201d, with {weight}."
     return text
 
 

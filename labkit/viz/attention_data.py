@@ -81,11 +81,12 @@ class Recording:
         role, W = c.roles[layer], c.sliding_window
         entries = selected = None
         if role.ratio:
-            entries = self.taps[f"layers.{role.kv_source}.attn.compressed_kv"][:1]        # [1,S,d]
-            selected = self.taps[f"layers.{role.index_source}.attn.topk_indices"][:1, query : query + 1]
+            entries = self.taps[f"layers.{role.kv_source}.attn.compressed_kv"][:1]    # [1,S,d]
+            selection = self.taps[f"layers.{role.index_source}.attn.topk_indices"]
+            selected = selection[:1, query : query + 1]                               # [1,1,K]
         weights, _ = attention_probabilities(
-            self.taps[f"layers.{layer}.attn.q"][:1, query : query + 1],                   # [1,1,H,d]
-            self.taps[f"layers.{layer}.attn.window"][:1, query : query + W + 1],          # [1,W+1,d]
+            self.taps[f"layers.{layer}.attn.q"][:1, query : query + 1],               # [1,1,H,d]
+            self.taps[f"layers.{layer}.attn.window"][:1, query : query + W + 1],      # [1,W+1,d]
             entries, selected, self.sinks[layer], torch.tensor([query]),
         )
         weight = weights[0, 0].mean(0) if head is None else weights[0, 0, head]            # [W+K]
@@ -120,5 +121,6 @@ def record(lab: Lab, text: str | Sequence[int], max_tokens: int | None = None) -
     """Run the model over a text (or ids) once and keep what attention pictures need."""
     ids = lab.encode(text)[:max_tokens]
     taps = lab.trace(ids, patterns=PATTERNS)
-    sinks = [layer.attn.attn_sink.detach().clone() for layer in lab.model.layers]
+    sinks = [lab.model.get_parameter(f"layers.{layer}.attn.attn_sink").detach().clone()
+             for layer in range(lab.config.num_hidden_layers)]
     return Recording(lab.config, ids, pieces(lab.tokenizer, ids), taps, sinks)

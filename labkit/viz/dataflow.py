@@ -64,9 +64,9 @@ def dataflow(config: ModelConfig, name: str = "") -> Picture:
     ))
     for flow in FLOWS:  # lines first: what is drawn after them covers them
         _add_lines(fig, flow, [lane for lane in shared if lane.flow == flow], heights)
-    fig.add_scatter(x=[-0.5 - 0.02 * L, L - 0.5 + 0.02 * L], y=[3.5, 3.5], mode="lines", name="streams",
-                    line={"color": NEUTRAL, "width": 2 * config.hc_mult}, opacity=0.5,
-                    showlegend=False, hoverinfo="skip")
+    fig.add_scatter(x=[-0.5 - 0.02 * L, L - 0.5 + 0.02 * L], y=[3.5, 3.5], mode="lines",
+                    name="streams", line={"color": NEUTRAL, "width": 2 * config.hc_mult},
+                    opacity=0.5, showlegend=False, hoverinfo="skip")
     for kind, mark in ROLES.items():
         own = [role for role in roles if role.kind == kind]
         if own:
@@ -74,7 +74,8 @@ def dataflow(config: ModelConfig, name: str = "") -> Picture:
                 x=[r.layer for r in own], y=[BOX[1] - BOX[0]] * len(own), base=BOX[0],
                 width=2 * HALF, name=f"{mark.letter} {mark.label}",
                 marker={"color": mark.colour, "line": {"color": "#444", "width": 1}},
-                text=[mark.label.removesuffix(" only") if L <= 12 else mark.letter for _ in own], textposition="inside",
+                text=[mark.label.removesuffix(" only") if L <= 12 else mark.letter] * len(own),
+                textposition="inside",
                 insidetextfont={"color": "#000", "size": 12 if L <= 12 else 11},
                 insidetextanchor="middle", textangle=0, constraintext="none",
                 customdata=[r.layer for r in own], hovertext=[_told(r, config) for r in own],
@@ -122,8 +123,8 @@ def _add_engram(fig: Any, config: ModelConfig) -> None:
     fig.add_scatter(x=list(layers), y=[ENGRAM_Y] * len(layers), mode="markers", name=mark.label,
                     marker={"symbol": "diamond", "size": 14, "color": mark.colour},
                     customdata=list(layers),
-                    hovertext=[f"layer {i}: {rows:,} rows, {config.engram_tables} read per token"
-                               for i, rows in zip(layers, config.engram_num_embeddings, strict=True)],
+                    hovertext=[f"layer {i}: {n:,} rows, {config.engram_tables} read per token"
+                               for i, n in zip(layers, config.engram_num_embeddings, strict=True)],
                     hoverinfo="text")
     fig.add_scatter(x=list(layers), y=[BOX[1] + 0.12] * len(layers), mode="markers",
                     marker={"symbol": "triangle-down", "size": 8, "color": mark.colour},
@@ -178,7 +179,8 @@ def _short(lane: Lane, config: ModelConfig) -> str:
         return f"layer {lane.source}: r = {r}"
     if lane.flow == "selection":
         return f"layer {lane.source}"
-    return f"layer {lane.source}: {config.candidate_topk_blocks} blocks of {config.candidate_block_size}"
+    return (f"layer {lane.source}: {config.candidate_topk_blocks} blocks of "
+            f"{config.candidate_block_size}")
 
 
 def _add_words(fig: Any, config: ModelConfig) -> None:
@@ -230,8 +232,8 @@ def _rows(roles: tuple[LayerRole, ...]) -> tuple[tuple[Any, ...], ...]:
     rows: list[tuple[Any, ...]] = []
     for kind, mark in ROLES.items():
         own = [r.layer for r in roles if r.kind == kind]
-        rows.append((f"{mark.letter} {mark.label}", _layers(own).split(" ", 1)[1] if own else "none",
-                     len(own)))
+        which = _layers(own).split(" ", 1)[1] if own else "none"
+        rows.append((f"{mark.letter} {mark.label}", which, len(own)))
     return tuple(rows)
 
 
@@ -239,8 +241,9 @@ def _caption(config: ModelConfig, shared: list[Lane]) -> str:
     caches = [lane for lane in shared if lane.flow == "kv"]
     readers = sum(1 + len(lane.readers) for lane in caches)
     L, split = config.num_hidden_layers, config.encoder_layers
-    text = (f"{len(caches)} compressed cache{'s' * (len(caches) != 1)} for {readers} of {L} layers; "
-            f"window alone: {L - readers}.")
+    plural = "s" * (len(caches) != 1)
+    text = (f"{len(caches)} compressed cache{plural} for {readers} of {L} layers; window alone: "
+            f"{L - readers}.")
     if 0 < split < L:
         text += (f" All of the decoder ({_layers(range(split, L))}) reads one cache, that of "  # type: ignore[arg-type]
                  f"layer {split}: a projection of what the encoder hands over.")

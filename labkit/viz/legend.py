@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from labkit.config import ModelConfig
@@ -33,8 +32,8 @@ class Legend:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         lines = "\n".join("  ".join(str(v) for v in row) for row in self.rows)
-        return {"text/html": f'<div class="labkit">{STYLE}{table_html(self.columns, self.rows)}</div>',
-                "text/plain": escape(lines, quote=False)}
+        table = table_html(self.columns, self.rows)
+        return {"text/html": f'<div class="labkit">{STYLE}{table}</div>', "text/plain": lines}
 
 
 def shape_legend(**configs: ModelConfig) -> Legend:

@@ -31,19 +31,22 @@ def next_token_bars(candidates: Sequence[Candidate] | Event, drawn: int | None =
     fig = go.Figure(layout=base_layout(
         WIDTH, 100 + 26 * n, margin={"l": 130, "r": 90, "t": 40, "b": 46},
         xaxis={"range": [0, 1], "tickvals": [0, 0.25, 0.5, 0.75, 1], "showgrid": True,
-               "ticktext": ["0", "25 %", "50 %", "75 %", "100 %"], "gridcolor": "rgba(128,128,128,.3)",
-               "title": {"text": "probability"}, "fixedrange": True, "zeroline": False},
+               "ticktext": ["0", "25 %", "50 %", "75 %", "100 %"], "fixedrange": True,
+               "gridcolor": "rgba(128,128,128,.3)", "zeroline": False,
+               "title": {"text": "probability"}},
         yaxis={"range": [n - 0.5, -0.5], "tickvals": list(range(n)),
-               "ticktext": [escape(bar["label"], quote=False) for bar in shown], "fixedrange": True, "showgrid": False,
-               "zeroline": False, "tickfont": {"family": "monospace", "size": 13}},
+               "ticktext": [escape(bar["label"], quote=False) for bar in shown],
+               "fixedrange": True, "showgrid": False, "zeroline": False,
+               "tickfont": {"family": "monospace", "size": 13}},
     ))
     rows = list(range(n))
     fig.add_bar(orientation="h", x=[b["probability"] for b in shown], y=rows, width=0.76,
-                marker={"color": mark.colour}, name=mark.label,
+                marker={"color": mark.colour, "line": {"width": 0}}, name=mark.label,
                 text=[b["note"] for b in shown], textposition="outside", cliponaxis=False,
                 customdata=[b["id"] for b in shown], hoverinfo="x")
     fig.add_bar(orientation="h", x=[b["sampled"] for b in shown], y=rows, width=0.34,
-                marker={"color": after.colour, "pattern": {"shape": after.pattern}},
+                marker={"color": after.colour, "pattern": {"shape": after.pattern},
+                        "line": {"width": 0}},
                 name=after.label, customdata=[b["id"] for b in shown], hoverinfo="x")
     return Picture(fig, _alt(shown), _caption(shown),
                    ("token", "model", "after sampling rules"),
@@ -53,12 +56,13 @@ def next_token_bars(candidates: Sequence[Candidate] | Event, drawn: int | None =
 
 def bars(candidates: Sequence[Candidate] | Event, drawn: int | None = None) -> list[dict[str, Any]]:
     """What is drawn: label, id, probability, sampled, note; the drawn id always among them."""
+    from labkit.engine.generate import Event
+
     listed: list[Any]
-    if hasattr(candidates, "candidates"):
-        event = candidates
-        drawn, listed = event.id, list(event.candidates)
-        if drawn not in [c.id for c in listed]:
-            listed.append(event)
+    if isinstance(candidates, Event):
+        drawn, listed = candidates.id, list(candidates.candidates)
+        if listed and drawn not in [c.id for c in listed]:
+            listed.append(candidates)
     else:
         listed = list(candidates)
     if not listed:
@@ -72,8 +76,8 @@ def bars(candidates: Sequence[Candidate] | Event, drawn: int | None = None) -> l
 def _caption(shown: list[dict[str, Any]]) -> str:
     best = max(shown, key=lambda b: b["probability"])
     total = sum(b["probability"] for b in shown)
-    text = (f"Likeliest next token: {best['label']} with {best['probability']:.1%}. The {len(shown)} "
-            f"tokens shown hold {total:.1%} of the probability.")
+    text = (f"Likeliest next token: {best['label']} with {best['probability']:.1%}. The "
+            f"{len(shown)} tokens shown hold {total:.1%} of the probability.")
     ids = [b for b in shown if b["note"].endswith("drawn")]
     return text + "".join(f" Drawn: {b['label']}." for b in ids)
 

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 # Text of a live figure follows JupyterLab's theme, as the SVG does by itself.
 STYLE = """<style>
-.labkit .js-plotly-plot text, .labkit-text {
-  fill: var(--jp-content-font-color1, #222) !important; color: var(--jp-content-font-color1, #222) }
-.labkit .js-plotly-plot .bartext { fill: #000 !important }
-.labkit table { border-collapse: collapse; font-size: 12px; margin: 4px 0 }
+.labkit .js-plotly-plot text:not(.bartext-inside) {
+  fill: var(--jp-content-font-color1, #222) !important }
+.labkit, .labkit-text { color: var(--jp-content-font-color1, #222) }
+.labkit table { border-collapse: collapse; font-size: 12px; line-height: 1.3; margin: 4px 0 }
 .labkit td, .labkit th { padding: 2px 10px 2px 0; text-align: left; vertical-align: top }
 .labkit td.n, .labkit th.n { text-align: right; font-variant-numeric: tabular-nums }
-.labkit figcaption, .labkit p { font-size: 14px; max-width: 56em; margin: 4px 0 }
+.labkit figcaption, .labkit p { font-size: 14px; line-height: 1.4; max-width: 56em; margin: 4px 0 }
 .labkit figure { margin: 0 }
 </style>"""
 
@@ -53,7 +53,8 @@ class Picture:
 
     def static(self) -> Static:
         """The same for repository viewers and print: an SVG image, then caption and table."""
-        return Static(to_svg(self.figure, self.alt), self.alt, self.caption, self.columns, self.rows)
+        svg = to_svg(self.figure, self.alt)
+        return Static(svg, self.alt, self.caption, self.columns, self.rows)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"text/html": self.html(), "text/plain": f"{self.alt}\n{self.caption}"}

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from html import escape, unescape
 from typing import Any
+from zlib import crc32
 
 from labkit.errors import InputError
 from labkit.viz.palette import NEUTRAL
 
 PATTERNS = {"/": "M-2,2 l4,-4 M0,8 l8,-8 M6,10 l4,-4", "x": "M0,0 l8,8 M0,8 l8,-8",
             "-": "M0,4 h8", "|": "M4,0 v8", ".": "M3,4 h2"}
-THEMED = ".t{fill:var(--jp-content-font-color1,#222)}.g{stroke:#888}"
-PRINTED = ".t{fill:#222}.g{stroke:#888}"
+THEMED = ".labkit-t{fill:var(--jp-content-font-color1,#222)}"
+PRINTED = ".labkit-t{fill:#222}"
 GAP = 12  # pixels between legend entries
 
 
@@ -28,24 +29,26 @@ def to_svg(fig: Any, alt: str, *, themed: bool = False) -> str:
             dark on white, for files.
     """
     layout = fig.layout
+    key = f"{crc32(alt.encode()):x}"  # several pictures share a page, so ids must differ
     if not (layout.width and layout.height and layout.xaxis.range and layout.yaxis.range):
         raise InputError("a figure needs width, height and both axis ranges to become an SVG")
     place = _Place(layout)
     body = [*_shapes(layout, place), *_axes(layout, place)]
     for number, trace in enumerate(fig.data):
         if trace.visible in (None, True):
-            body += _trace(trace, place, number)
-    body += [*_annotations(layout, place), *_legend(fig, place)]
+            body += _trace(trace, place, f"{key}-{number}")
+    body += [*_annotations(layout, place), *_legend(fig, place, key)]
     if layout.title.text:
         body.append(_text(8, 20, layout.title.text, "start", 15, weight="bold"))
-    ground = "" if themed else f'<rect width="{layout.width}" height="{layout.height}" fill="#fff"/>'
+    size = f'width="{layout.width}" height="{layout.height}"'
+    ground = "" if themed else f'<rect {size} fill="#fff"/>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {layout.width} {layout.height}" '
-        f'width="{layout.width}" height="{layout.height}" role="img" '
+        f'{size} role="img" '
         f'aria-label="{escape(alt)}" font-family="sans-serif" '
         'style="max-width:100%;height:auto">'
         f"<title>{escape(alt)}</title><style>{THEMED if themed else PRINTED}</style>"
-        f"<defs>{_patterns(fig)}</defs>{ground}{''.join(body)}</svg>"
+        f"<defs>{_patterns(fig, key)}</defs>{ground}{''.join(body)}</svg>"
     )
 
 
@@ -67,9 +70,9 @@ class _Place:
 
 
 # ---------------------------------------------------------------------------------- traces
-def _trace(trace: Any, place: _Place, number: int) -> Iterator[str]:
+def _trace(trace: Any, place: _Place, name: str) -> Iterator[str]:
     if trace.type == "bar":
-        yield from _bars(trace, place, number)
+        yield from _bars(trace, place, name)
     elif trace.type == "scatter":
         mode = trace.mode or "lines"
         if "lines" in mode:
@@ -82,7 +85,7 @@ def _trace(trace: Any, place: _Place, number: int) -> Iterator[str]:
         raise InputError(f"the static rendering draws bars and scatters, not {trace.type!r}")
 
 
-def _bars(trace: Any, place: _Place, number: int) -> Iterator[str]:
+def _bars(trace: Any, place: _Place, name: str) -> Iterator[str]:
     """Bars from `base` over a length, `width` wide; vertical unless orientation is "h"."""
     flat = trace.orientation == "h"
     along = trace.x if flat else trace.y
@@ -108,7 +111,7 @@ def _bars(trace: Any, place: _Place, number: int) -> Iterator[str]:
         box = f'x="{x0:.1f}" y="{y0:.1f}" width="{x1 - x0:.1f}" height="{y1 - y0:.1f}"'
         yield f'<rect {box} fill="{colours[i]}" opacity="{opacity}"{border}/>'
         if hatched:
-            yield f'<rect {box} fill="url(#p{number})"/>'
+            yield f'<rect {box} fill="url(#p{name})"/>'
         label = trace.text[i] if trace.text is not None and not isinstance(trace.text, str) else ""
         if label and trace.textposition == "inside":
             colour = _spread(trace.insidetextfont.color, n, "#000")[i]
@@ -122,7 +125,9 @@ def _lines(trace: Any, place: _Place) -> Iterator[str]:
     """Polylines, broken where a coordinate is None."""
     dash = {"dash": "6 4", "dot": "2 3"}.get(trace.line.dash or "", "")
     style = (f'fill="none" stroke="{trace.line.color or NEUTRAL}" '
-             f'stroke-width="{_or(trace.line.width, 2)}"' + (f' stroke-dasharray="{dash}"' if dash else ""))
+             f'stroke-width="{_or(trace.line.width, 2)}"')
+    if dash:
+        style += f' stroke-dasharray="{dash}"'
     run: list[str] = []
     for x, y in [*zip(trace.x, trace.y, strict=True), (None, None)]:
         if x is None or y is None:
@@ -191,7 +196,7 @@ def _axes(layout: Any, place: _Place) -> Iterator[str]:
         for value, label in _ticks(layout.xaxis):
             x = place.x(value)
             if layout.xaxis.showgrid:
-                yield f'<path d="M{x:.1f},{place.top}V{place.bottom}" class="g" opacity=".4"/>'
+                yield f'<path d="M{x:.1f},{place.top}V{place.bottom}" stroke="#888" opacity=".4"/>'
             yield _text(x, place.bottom + 12, label, "middle", 11)
         if layout.xaxis.title.text:
             yield _text((place.left + place.right) / 2, layout.height - 8, layout.xaxis.title.text,
@@ -214,7 +219,8 @@ def _shapes(layout: Any, place: _Place) -> Iterator[str]:
         x0, x1 = place.x(shape.x0), place.x(shape.x1)
         y0, y1 = place.y(shape.y0), place.y(shape.y1)
         dash = ' stroke-dasharray="5 4"' if shape.line.dash else ""
-        line = f'stroke="{shape.line.color or NEUTRAL}" stroke-width="{_or(shape.line.width, 1)}"{dash}'
+        colour, width = shape.line.color or NEUTRAL, _or(shape.line.width, 1)
+        line = f'stroke="{colour}" stroke-width="{width}"{dash}'
         if shape.type == "line":
             yield f'<path d="M{x0:.1f},{y0:.1f}L{x1:.1f},{y1:.1f}" {line}/>'
         else:
@@ -229,7 +235,7 @@ def _annotations(layout: Any, place: _Place) -> Iterator[str]:
                     _or(note.font.size, 12), fill=note.font.color)
 
 
-def _legend(fig: Any, place: _Place) -> Iterator[str]:
+def _legend(fig: Any, place: _Place, key: str) -> Iterator[str]:
     """Rows of entries above the plot, the last row just above it."""
     if fig.layout.showlegend is False:
         return
@@ -242,14 +248,14 @@ def _legend(fig: Any, place: _Place) -> Iterator[str]:
         if x + width > place.right and rows[-1]:
             x = float(place.left)
             rows.append([])
-        rows[-1].append((x, _key(trace, number)))
+        rows[-1].append((x, _entry(trace, f"{key}-{number}")))
         x += width
     for up, row in enumerate(reversed(rows)):
-        for x, key in row:
-            yield f'<g transform="translate({x:.0f},{place.top - 14 - 17 * up})">{key}</g>'
+        for x, entry in row:
+            yield f'<g transform="translate({x:.0f},{place.top - 14 - 17 * up})">{entry}</g>'
 
 
-def _key(trace: Any, number: int) -> str:
+def _entry(trace: Any, name: str) -> str:
     """A legend entry at the origin."""
     markers = trace.type == "scatter" and "markers" in (trace.mode or "")
     colour = trace.marker.color if trace.type == "bar" or markers else trace.line.color
@@ -263,16 +269,17 @@ def _key(trace: Any, number: int) -> str:
     else:
         key = f'<rect x="0" y="-6" width="16" height="12" fill="{colour}"/>'
         if trace.marker.pattern.shape:
-            key += f'<rect x="0" y="-6" width="16" height="12" fill="url(#p{number})"/>'
+            key += f'<rect x="0" y="-6" width="16" height="12" fill="url(#p{name})"/>'
     return key + _text(21, 0, trace.name, "start", 12)
 
 
-def _patterns(fig: Any) -> str:
+def _patterns(fig: Any, key: str) -> str:
     out = []
     for number, trace in enumerate(fig.data):
         shape = trace.marker.pattern.shape if trace.type == "bar" else None
         if shape:
-            out.append(f'<pattern id="p{number}" width="8" height="8" patternUnits="userSpaceOnUse">'
+            out.append(f'<pattern id="p{key}-{number}" width="8" height="8" '
+                       'patternUnits="userSpaceOnUse">'
                        f'<path d="{PATTERNS[shape]}" stroke="#000" stroke-width="1.2" '
                        'opacity=".65" fill="none"/></pattern>')
     return "".join(out)
@@ -280,7 +287,7 @@ def _patterns(fig: Any) -> str:
 
 def _text(x: float, y: float, text: str, anchor: str, size: float, *, fill: str | None = None,
           family: str | None = None, weight: str = "normal") -> str:
-    colour = f' fill="{fill}"' if fill else ' class="t"'
+    colour = f' fill="{fill}"' if fill else ' class="labkit-t"'
     font = f' font-family="{escape(family)}"' if family else ""
     bold = ' font-weight="bold"' if weight == "bold" else ""
     return (f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" dominant-baseline="central" '

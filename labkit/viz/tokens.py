@@ -25,7 +25,7 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 def visible(text: str) -> str:
     """White space that a reader can see: a space as U+2423, a line end as U+23CE."""
-    return text.replace("\r", "").replace("\n", "\u23ce").replace(" ", "\u2423").replace("\t", "\u21e5")
+    return text.translate({13: None, 10: "\u23ce", 32: "\u2423", 9: "\u21e5"})
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def lay_out(texts: Sequence[str], columns: int = 96) -> list[Placed]:
     placed: list[Placed] = []
     line = column = 0
     for index, text in enumerate(texts):
-        shown = text.replace("\r", "").replace("\n", "\u23ce").replace("\t", "\u21e5")[:columns]
+        shown = text.translate({13: None, 10: "\u23ce", 9: "\u21e5"})[:columns]
         width = max(1, len(shown))
         if column + width > columns:
             line, column = line + 1, 0

@@ -153,7 +153,7 @@ shape_legend(mini=lab.config, flash=flash)
 from labkit.text.corpus import load_corpus
 
 passage = load_corpus("heldout")["prideprejudice"]
-ids = lab.encode(passage)[:340]
+ids = lab.encode(passage)[:300]
 run = lab.trace(ids)
 for name in ("layers.1.streams_in", "layers.1.attn.q", "layers.1.attn.compressed_kv",
              "layers.1.attn.topk_indices", "logits"):
@@ -170,18 +170,18 @@ assert run["logits"].shape == (1, T, c.vocab_size)
 # %% [markdown] id="looks"
 # ## 3. Where a token looks
 #
-# **Predict.** Take the token at position 330 in layer 6, with 331 tokens to look at
+# **Predict.** Take the token at position 290 in layer 6, with 291 tokens to look at
 # (itself included). To how many *places* (single tokens or entries) can it give
 # attention at most? W and K are in the table above.
 
 # %% id="guess-places"
-guess = 331
+guess = 291
 
 # %% id="places"
 from labkit.viz.attention_data import record
 
 recording = record(lab, ids)
-look = recording.look(layer=6, query=330)
+look = recording.look(layer=6, query=290)
 places = len(look.window) + len(look.entries)
 print(f"your guess {guess}, the model {places}: {len(look.window)} window tokens and "
       f"{len(look.entries)} entries")
@@ -190,7 +190,7 @@ print(f"your guess {guess}, the model {places}: {len(look.window)} window tokens
 assert places == c.sliding_window + c.index_topk
 total = look.window_share + look.entries_share + look.sink
 assert abs(total - 1) < 1e-5, "window, entries and sink share one softmax"
-assert all(entry <= 330 for entry, *_ in look.entries), "nobody reads the future"
+assert all(entry <= 290 for entry, *_ in look.entries), "nobody reads the future"
 
 # %% [markdown] id="sink"
 # The *sink* takes part in the softmax but has no value: attention given to it is
@@ -205,7 +205,7 @@ assert all(entry <= 330 for entry, *_ in look.entries), "nobody reads the future
 # %% id="explorer"
 from labkit.explorers.attention import AttentionExplorer
 
-explorer = AttentionExplorer(recording=recording, layer=6, query=330)
+explorer = AttentionExplorer(recording=recording, layer=6, query=290)
 explorer
 
 # %% id="explorer-facts"
@@ -213,7 +213,7 @@ before = list(explorer.figure.data[3].y)
 explorer.query.value = 200          # what the slider does
 assert list(explorer.figure.data[3].y) != before
 print(f"the last move took {explorer.seconds * 1000:.0f} ms")
-explorer.query.value = 330
+explorer.query.value = 290
 
 # %% [markdown] id="tasks"
 # Try it:
@@ -222,15 +222,15 @@ explorer.query.value = 330
 #    which units?
 # 2. Compare layers 1, 2 and 3. Which marks are the same in all three, and why may
 #    their heights still differ?
-# 3. In layer 6, move the query from 200 to 330. From which query on does the pool
+# 3. In layer 6, move the query from 200 to 290. From which query on does the pool
 #    leave something out? (It holds 32 blocks of 8 entries.)
 # 4. Go through the heads one by one. Do all heads use the sink alike?
 
 # %% id="tasks-facts"
-selected = [[e for e, *_ in recording.look(layer, 330).entries] for layer in (1, 2, 3)]
+selected = [[e for e, *_ in recording.look(layer, 290).entries] for layer in (1, 2, 3)]
 assert selected[0] == selected[1] == selected[2]          # 2: one selection, reused
 pool = c.candidate_topk_blocks * c.candidate_block_size
-for query in (pool - 1, 330):
+for query in (pool - 1, 290):
     seen = sum(last - first + 1 for first, last in recording.look(6, query).pool)
     print(f"query {query}: the pool holds {seen} of {query + 1} visible entries")
     assert seen == query + 1 if query < pool else seen <= pool
