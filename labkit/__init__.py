@@ -9,7 +9,8 @@ from labkit.errors import CheckpointError, ConfigError, InputError, LabError
 
 __version__ = "0.1.0"
 __all__ = [
-    "CheckpointError", "ConfigError", "InputError", "LabError", "ModelConfig", "__version__", "load",
+    "CheckpointError", "ConfigError", "InputError", "LabError", "ModelConfig", "__version__",
+    "load",
 ]
 
 

@@ -278,7 +278,8 @@ def derive_roles(config: ModelConfig) -> tuple[LayerRole, ...]:
         publishes = layer == config.candidate_source_layer_id
         # The pool restricts every later index source, never its publisher.
         uses = pool_published and kind in ("full", "reindex")
-        roles.append(LayerRole(layer, kind, ratio, kv_source, index_source, publishes, uses, engram))
+        roles.append(
+            LayerRole(layer, kind, ratio, kv_source, index_source, publishes, uses, engram))
         pool_published = pool_published or publishes
     return tuple(roles)
 

@@ -46,11 +46,13 @@ def _check_positive(c: ModelConfig) -> None:
 def _check_dimensions(c: ModelConfig) -> None:
     for name in ("head_dim", "index_head_dim"):
         if getattr(c, name) % BLOCK:
-            _refuse(name, getattr(c, name), f"cache blocks are {BLOCK} wide, so it must divide by {BLOCK}")
+            _refuse(name, getattr(c, name), f"must divide by {BLOCK}, the width of a cache block")
         if c.qk_rope_head_dim > getattr(c, name):
-            _refuse("qk_rope_head_dim", c.qk_rope_head_dim, f"must not exceed {name} {getattr(c, name)}")
+            _refuse("qk_rope_head_dim", c.qk_rope_head_dim,
+                    f"must not exceed {name} {getattr(c, name)}")
     if c.qk_rope_head_dim % 2:
-        _refuse("qk_rope_head_dim", c.qk_rope_head_dim, "rotation pairs channels, so it must be even")
+        _refuse("qk_rope_head_dim", c.qk_rope_head_dim,
+                "rotation pairs channels, so it must be even")
     if c.num_attention_heads % c.o_groups:
         _refuse("o_groups", c.o_groups, f"must divide num_attention_heads {c.num_attention_heads}")
     if c.num_experts_per_tok > c.n_routed_experts:
@@ -67,11 +69,13 @@ def _check_dimensions(c: ModelConfig) -> None:
 def _check_schedule(c: ModelConfig) -> None:
     layers = c.num_hidden_layers
     if len(c.compress_ratios) < layers:
-        _refuse("compress_ratios", list(c.compress_ratios), f"needs an entry for each of {layers} layers")
+        _refuse("compress_ratios", list(c.compress_ratios),
+                f"needs an entry for each of {layers} layers")
     if any(r < 0 for r in c.compress_ratios):
         _refuse("compress_ratios", list(c.compress_ratios), "entries must be 0 or more")
     if any(c.compress_ratios[layers:]):
-        _refuse("compress_ratios", list(c.compress_ratios), "draft entries after the backbone must be 0")
+        _refuse("compress_ratios", list(c.compress_ratios),
+                "draft entries after the backbone must be 0")
     for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
         ids = getattr(c, name)
         if list(ids) != sorted(set(ids)):
@@ -105,7 +109,8 @@ def _check_candidates(c: ModelConfig) -> None:
     if source < 0:
         return
     if source not in c.kv_source_layer_ids:
-        _refuse("candidate_source_layer_id", source, "must be a Full layer (in kv_source_layer_ids)")
+        _refuse("candidate_source_layer_id", source,
+                "must be a Full layer (in kv_source_layer_ids)")
     for name in ("candidate_topk_blocks", "candidate_block_size"):
         if getattr(c, name) < 1:
             _refuse(name, getattr(c, name), "must be at least 1 when a candidate source is set")
@@ -165,4 +170,5 @@ def _check_vision(c: ModelConfig) -> None:
         _refuse("vision_config.hidden_size", v.hidden_size,
                 "head dimension must divide by 4 for the two-dimensional rotation")
     if v.num_hidden_layers and not 0 <= c.image_token_id < c.vocab_size:
-        _refuse("image_token_id", c.image_token_id, f"must be an id below vocab_size {c.vocab_size}")
+        _refuse("image_token_id", c.image_token_id,
+                f"must be an id below vocab_size {c.vocab_size}")

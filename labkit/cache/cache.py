@@ -43,7 +43,8 @@ class Cache:
             if role.kind == "full":
                 self.stores[role.layer] = GlobalStore(batch, device)
                 if role.ratio > 1:  # the compressor's products are fp32 also in a bf16 model
-                    self.tails[role.layer] = Tail(batch, role.ratio, 2 * config.head_dim, fp32, device)
+                    width = 2 * config.head_dim
+                    self.tails[role.layer] = Tail(batch, role.ratio, width, fp32, device)
         self.classes = torch.full((batch, config.engram_max_ngram_size - 1), -1, device=device)
         self._interrupted = False
 
@@ -79,12 +80,9 @@ class Cache:
         used = {"global_kv": 0, "index_keys": 0, "window": 0, "remainder": 0, "engram": 0,
                 "draft": 0, "reserved": 0}
         for store in self.stores.values():
-            for part, view, whole in (("global_kv", "kv", "_kv"), ("index_keys", "index_keys", "_keys")):
-                tensor = getattr(store, whole)
-                if tensor is not None:
-                    filled = getattr(store, view).nbytes
-                    used[part] += filled
-                    used["reserved"] += tensor.untyped_storage().nbytes() - filled
+            for part, filled, allocated in store.nbytes():
+                used[part] += filled
+                used["reserved"] += allocated - filled
         used["window"] = sum(w.buffer.untyped_storage().nbytes() for w in self.windows)
         used["remainder"] = sum(t.buffer.untyped_storage().nbytes() for t in self.tails.values())
         used["engram"] = self.classes.untyped_storage().nbytes()

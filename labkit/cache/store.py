@@ -28,7 +28,7 @@ class GlobalStore:
         return self._keys[:, : self.length]
 
     def append(self, kv: torch.Tensor, keys: torch.Tensor, fresh: torch.Tensor) -> None:
-        """Write the first `fresh[b]` rows of kv [B,G,d] and keys [B,G,di] behind row b's entries."""
+        """Write the first `fresh[b]` rows of kv [B,G,d], keys [B,G,di] behind row b's entries."""
         total = self.count + fresh
         length = int(total.max())
         if self._kv is None or self._keys is None:
@@ -43,6 +43,13 @@ class GlobalStore:
             self._kv[row, slot] = kv[row, group]
             self._keys[row, slot] = keys[row, group]
         self.count, self.length = total, length
+
+    def nbytes(self) -> list[tuple[str, int, int]]:
+        """(part, bytes filled, bytes allocated) of entries and of index keys."""
+        if self._kv is None or self._keys is None:
+            return []
+        return [("global_kv", self.kv.nbytes, self._kv.untyped_storage().nbytes()),
+                ("index_keys", self.index_keys.nbytes, self._keys.untyped_storage().nbytes())]
 
     @staticmethod
     def _room(old: torch.Tensor, length: int) -> torch.Tensor:

@@ -24,12 +24,13 @@ class Tail:
         floor((start+count)/r) - floor(start/r) are complete, what follows is void.
         """
         r, T = self.ratio, new.shape[1]
-        both = torch.cat([self.buffer, new], dim=1)                    # column j: position start-(r-1)+j
+        # Column j is position start-(r-1)+j.
+        both = torch.cat([self.buffer, new], dim=1)
         tail = torch.arange(r - 1, device=new.device)
         self.buffer = torch.take_along_dim(both, (count[:, None] + tail)[..., None], dim=1)
         groups = (T + r - 1) // r                                      # the most that can complete
-        first = start // r * r - start + (r - 1)                       # [B] column of group 0's first token
+        first = start // r * r - start + (r - 1)                       # [B] group 0 begins here
         columns = first[:, None] + torch.arange(groups * r, device=new.device)
-        columns = columns.clamp(max=both.shape[1] - 1)                 # past the end: incomplete anyway
+        columns = columns.clamp(max=both.shape[1] - 1)        # past the end: incomplete anyway
         rows = torch.take_along_dim(both, columns[..., None], dim=1)   # [B,G*r,width]
         return rows.unflatten(1, (groups, r))

@@ -8,7 +8,7 @@ from labkit.errors import InputError
 
 
 def get(name: str = "auto") -> ModuleType:
-    """The module that holds `sparse_attention`, `index_scores`, `select_top`, `routed_experts`, `fuse`.
+    """The module that holds the operations of `reference`, under the same names.
 
     auto: the fastest set that equals the reference; reference: plain torch, meant to be read;
     train: bf16 products and compiled chains, for training only.

@@ -45,7 +45,7 @@ def sparse_attention(
         seen = torch.cat([seen, selected >= 0], dim=-1)
     scores = (scores * d**-0.5).masked_fill(~seen[:, :, None], MINUS_INF)
     sinks = wide(sink).to(scores.dtype).expand(B, T, H)[..., None]
-    weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)               # [B,T,H,2W+K+1]
+    weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)           # [B,T,H,2W+K+1]
 
     local = F.pad(weights[..., : 2 * W], (0, 0, 0, 0, 0, tail)).reshape(B, blocks, W * H, 2 * W)
     out = (local @ columns.transpose(2, 3)).reshape(B, blocks * W, H, d)[:, :T]

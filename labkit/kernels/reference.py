@@ -74,7 +74,7 @@ def index_scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> 
     product, the weighted product and the score are each rounded to bf16.
     """
     dots = torch.einsum("bthd,bsd->bths", q, keys)                     # [B,T,Hi,S]
-    weighted = torch.relu(dots) * weights[..., None]                   # ReLU per head, before the sum
+    weighted = torch.relu(dots) * weights[..., None]                 # ReLU per head, before the sum
     return weighted.sum(dim=2)                                         # [B,T,S]
 
 

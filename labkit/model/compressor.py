@@ -33,7 +33,8 @@ class Compressor(nn.Module):
         if r == 1:
             return self.norm(self.wkv(x)), run.count
         wide_x = wide(x)  # fp32 weights and products, also in a bf16 model
-        both = torch.cat([F.linear(wide_x, self.wkv.weight), F.linear(wide_x, self.wgate.weight)], -1)
+        value, gate = F.linear(wide_x, self.wkv.weight), F.linear(wide_x, self.wgate.weight)
+        both = torch.cat([value, gate], dim=-1)                         # [B,T,2d]
         groups = run.cache.tails[self.layer].extend(both, run.start, run.count)  # [B,G,r,2d]
         value, gate = groups.chunk(2, dim=-1)
         latent = (torch.softmax(gate, dim=2) * value).sum(dim=2)       # [B,G,d]

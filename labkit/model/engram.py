@@ -33,7 +33,8 @@ class Engram(nn.Module):
         self.q_weight = nn.Parameter(torch.ones(c.hc_mult, c.hidden_size))
         self.k_weight = nn.Parameter(torch.ones(c.hc_mult, c.hidden_size))
 
-    def forward(self, h: torch.Tensor, rows: torch.Tensor, blocked: torch.Tensor, run: Run) -> torch.Tensor:
+    def forward(self, h: torch.Tensor, rows: torch.Tensor, blocked: torch.Tensor,
+                run: Run) -> torch.Tensor:
         """h [B,T,C,D], rows [B,T,(N-1)*heads] int64, blocked [B,T] (padding, image) -> h."""
         c = self.config
         memory = self.wkv(self.embed(rows).flatten(-2))                  # [B,T,(C+1)*D]

@@ -38,7 +38,8 @@ class Indexer(nn.Module):
         key = rotate(key, run.group_turns(self.role.ratio, latent.shape[1]))
         return run.round(key, "mxfp4")
 
-    def queries(self, x: torch.Tensor, q_latent: torch.Tensor, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    def queries(self, x: torch.Tensor, q_latent: torch.Tensor,
+                run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         """Index queries [B,T,Hi,di] and head weights [B,T,Hi].
 
         A selection is discrete and passes no gradient, so nothing here reaches the backbone.
@@ -89,7 +90,8 @@ class Indexer(nn.Module):
             scores = scores.masked_fill(~mask, MINUS_INF)
         return run.kernels.select_top(scores, self.config.index_topk), blocks
 
-    def _mask(self, blocks: torch.Tensor | None, positions: torch.Tensor, entries: int) -> torch.Tensor:
+    def _mask(self, blocks: torch.Tensor | None, positions: torch.Tensor,
+              entries: int) -> torch.Tensor:
         """Entries [B,T,S] of kept blocks [B,T,blocks] that the query may see."""
         assert blocks is not None
         kept = blocks.repeat_interleave(self.config.candidate_block_size, dim=-1)[..., :entries]

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 
+from labkit.model.moe import Gate
 from labkit.model.transformer import Transformer
 
 STEP = 1e-3
 
 
 @torch.no_grad()
-def balance_experts(model: Transformer, taps: Mapping[str, torch.Tensor], step: float = STEP) -> float:
+def balance_experts(model: Transformer, taps: Mapping[str, torch.Tensor],
+                    step: float = STEP) -> float:
     """Move every gate's bias by +-step towards equal load; returns the worst load over its mean.
 
     The bias only decides who is picked, never the weights, so the loss does not feel it.
     """
     worst = 1.0
-    for layer, block in enumerate(model.layers):
+    for layer in range(model.config.num_hidden_layers):
         picked = taps[f"layers.{layer}.ffn.picked"]
-        gate = block.ffn.gate
+        gate = cast(Gate, model.get_submodule(f"layers.{layer}.ffn.gate"))
         load = torch.bincount(picked.flatten(), minlength=gate.bias.shape[0]).float()
-        gate.bias += step * torch.sign(load.mean() - load)
+        gate.bias.add_(step * torch.sign(load.mean() - load))
         worst = max(worst, float(load.max() / load.mean()))
     return worst

@@ -27,7 +27,8 @@ class Batches:
         # Pieces per epoch do not depend on the phase: one piece of every novel is given up for it.
         self.pieces = sum((len(n) - length) // length for n in self.novels)
         self.steps_per_epoch = self.pieces // batch
-        self._epoch, self._order = -1, []
+        self._epoch = -1
+        self._order: list[tuple[int, int]] = []
 
     def _pieces(self, epoch: int) -> list[tuple[int, int]]:
         """(novel, first token) of every piece of an epoch, shuffled."""

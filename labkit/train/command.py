@@ -22,7 +22,8 @@ TRAINABLE = ("nano", "mini")
 def preset_tokenizer(preset: str) -> tuple[ModelConfig, Tokenizer]:
     """Configuration and vocabulary of a preset that can be trained here."""
     if preset not in TRAINABLE:
-        raise InputError(f"preset {preset!r} cannot be trained here: choose {' or '.join(TRAINABLE)}")
+        raise InputError(
+            f"preset {preset!r} cannot be trained here: choose {' or '.join(TRAINABLE)}")
     return ModelConfig.preset(preset), Tokenizer.from_file(data_dir() / preset)
 
 

@@ -11,12 +11,15 @@ import torch.nn.functional as F
 from labkit.text.corpus import load_corpus
 from labkit.text.tokenizer import Tokenizer
 
+Window = tuple[list[int], int]  # ids, how many of the last targets count
+Group = list[Window]
+
 
 @torch.no_grad()
 def bits_per_byte(
     model: torch.nn.Module, tokenizer: Tokenizer, texts: Mapping[str, str] | None = None, *,
     length: int = 1024, stride: int = 512, batch: int = 2, limit: int | None = None,
-    progress: Callable[[Iterable[list[int]]], Iterable[list[int]]] = iter,
+    progress: Callable[[list[Group]], Iterable[Group]] = iter,
 ) -> float:
     """Cross-entropy of the held-out text (or `texts`) in bits per UTF-8 byte.
 
@@ -25,7 +28,7 @@ def bits_per_byte(
     all there are. limit: windows at most, evenly spread (for a quick look).
     """
     assert tokenizer.bos_id is not None
-    windows: list[tuple[list[int], int]] = []  # ids, how many of the last targets count
+    windows: list[Window] = []
     for text in (texts if texts is not None else load_corpus("heldout")).values():
         ids = tokenizer.encode(text)
         done = 0
@@ -39,13 +42,13 @@ def bits_per_byte(
     total_bits, total_bytes = 0.0, 0
     windows.sort(key=lambda w: len(w[0]))
     groups = [windows[i : i + batch] for i in range(0, len(windows), batch)]
-    for group in progress(groups):  # type: ignore[arg-type]
-        lengths = torch.tensor([len(ids) for ids, _ in group])             # type: ignore[misc]
+    for group in progress(groups):
+        lengths = torch.tensor([len(ids) for ids, _ in group])
         rows = torch.full((len(group), int(lengths.max())), tokenizer.bos_id)
-        for row, (ids, _) in enumerate(group):                              # type: ignore[misc]
+        for row, (ids, _) in enumerate(group):
             rows[row, : len(ids)] = torch.tensor(ids)
         logits = model(rows, lengths).logits
-        for row, (ids, new) in enumerate(group):                            # type: ignore[misc]
+        for row, (ids, new) in enumerate(group):
             end = len(ids)
             nats = F.cross_entropy(logits[row, end - 1 - new : end - 1].float(),
                                    rows[row, end - new : end], reduction="sum")

@@ -71,7 +71,8 @@ def rounded_weights(model: Transformer) -> Iterator[None]:
 class Trainer:
     """One run in one folder: `log.jsonl`, `state.safetensors`."""
 
-    def __init__(self, config: ModelConfig, tokenizer: Tokenizer, folder: Path, options: Options) -> None:
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer, folder: Path,
+                 options: Options) -> None:
         self.config, self.tokenizer, self.folder, self.options = config, tokenizer, folder, options
         self.model = Transformer(config, checked_classes(config, tokenizer), options.kernels, False)
         init_weights(self.model, options.seed)
@@ -85,7 +86,8 @@ class Trainer:
     def run(self, save_every: float = 300.0, look_every: int = 250, quiet: bool = False) -> None:
         """Train to the last step. Ctrl-C saves and stops; a later call goes on from there."""
         torch.manual_seed(self.options.seed)
-        bar = tqdm(total=self.options.steps, initial=self.step, unit="step", disable=quiet, mininterval=5)
+        bar = tqdm(total=self.options.steps, initial=self.step, unit="step", disable=quiet,
+                   mininterval=5)
         saved = time.monotonic()
         try:
             while self.step < self.options.steps:
@@ -156,7 +158,8 @@ class Trainer:
 
     def save(self) -> None:
         save_run(self.folder, self.model, self.optimizers, {
-            "step": self.step, "seconds": self.seconds, "options": dataclasses.asdict(self.options)})
+            "step": self.step, "seconds": self.seconds,
+            "options": dataclasses.asdict(self.options)})
 
 
 def _exact_kernels() -> Any:

@@ -17,7 +17,8 @@ def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def index_loss(config: ModelConfig, taps: Mapping[str, torch.Tensor], queries: torch.Tensor) -> torch.Tensor:
+def index_loss(config: ModelConfig, taps: Mapping[str, torch.Tensor],
+               queries: torch.Tensor) -> torch.Tensor:
     """KL( attention of the layer || softmax of its index scores ), mean over sources and queries.
 
     A hard top-k passes no gradient, so the indexer learns to imitate: its target is the layer's
@@ -37,7 +38,8 @@ def index_loss(config: ModelConfig, taps: Mapping[str, torch.Tensor], queries: t
         B, S = entries.shape[:2]
         seen = visible(queries[None].expand(B, -1), role.ratio, S)              # [B,n,S]
         with torch.no_grad():
-            dots = torch.einsum("bnhd,bsd->bnhs", q, entries.detach().float()) * config.head_dim**-0.5
+            dots = torch.einsum("bnhd,bsd->bnhs", q, entries.detach().float())
+            dots = dots * config.head_dim**-0.5                                 # [B,n,H,S]
             target = torch.softmax(dots.masked_fill(~seen[:, :, None], float("-inf")), -1)
             target = target.nan_to_num(0.0).mean(2)                             # [B,n,S]
         scores = index_scores(taps[f"{name}.index_queries"][:, queries].float(), keys,

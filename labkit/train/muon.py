@@ -42,13 +42,14 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):  # type: ignore[no-untyped-def, override]
         for group in self.param_groups:
-            shapes: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            shapes: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:
                     shapes[p.shape].append(p)
             for (rows, columns), params in shapes.items():
-                grads = [p.grad for p in params]
-                buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
+                grads = [p.grad for p in params if p.grad is not None]
+                buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                           for p in params]
                 torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
                 looking = torch._foreach_lerp(grads, buffers, group["momentum"])
                 update = orthogonalise(torch.stack(looking)).float()

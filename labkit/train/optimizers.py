@@ -11,13 +11,17 @@ from labkit.train.muon import Muon
 TABLE_FACTOR = 5.0   # learning rate of Engram tables over the rest (technical report: 5x)
 
 
+NOT_MUON = ("hc_", "gate.weight", "engram.embed", "indexer", "q_weight", "k_weight")
+
+
 def uses_muon(name: str, parameter: nn.Parameter) -> bool:
     """Matrices between activations; not tables, gates, mixing coefficients or the indexer."""
     return parameter.ndim == 2 and name.startswith("layers.") and not any(
-        part in name for part in ("hc_", "gate.weight", "engram.embed", "indexer", "q_weight", "k_weight"))
+        part in name for part in NOT_MUON)
 
 
-def optimizers(model: Transformer, lr: float, muon_lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:
+def optimizers(model: Transformer, lr: float, muon_lr: float,
+               weight_decay: float) -> list[torch.optim.Optimizer]:
     """[Muon, AdamW]; every group carries `peak`, its learning rate at the top of the schedule."""
     matrices, tables, plain, decayed = [], [], [], []
     for name, p in model.named_parameters():
@@ -43,7 +47,8 @@ def optimizers(model: Transformer, lr: float, muon_lr: float, weight_decay: floa
     return [muon, adamw]
 
 
-def schedule(step: int, steps: int, warmup: int, cooldown: float = 0.5, floor: float = 0.02) -> float:
+def schedule(step: int, steps: int, warmup: int, cooldown: float = 0.5,
+             floor: float = 0.02) -> float:
     """Factor on every peak: linear warm-up, flat, then linear down over the last `cooldown`."""
     if step < warmup:
         return (step + 1) / warmup

@@ -20,7 +20,7 @@ def save_run(folder: Path, model: Transformer, optimizers: list[torch.optim.Opti
     """Weights and optimiser state in one file, `facts` (step, options) in its header."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
     for number, optimizer in enumerate(optimizers):
         for p, state in optimizer.state.items():
             for key, value in state.items():
@@ -60,7 +60,8 @@ def read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
     """(weights by checkpoint key, facts) of a saved run."""
     path = folder / "state.safetensors"
     if not path.exists():
-        raise CheckpointError(f"no training run at {folder}: start one with labkit train --run {folder}")
+        raise CheckpointError(
+            f"no training run at {folder}: start one with labkit train --run {folder}")
     with safe_open(path, framework="pt") as file:
         facts = json.loads(file.metadata()["facts"])
         return {key.removeprefix("model."): file.get_tensor(key)
