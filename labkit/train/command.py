@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -39,11 +41,18 @@ def train_preset(run: Path, preset: str, fresh: bool, **options: Any) -> None:
     count = sum(p.numel() for p in trainer.model.parameters())
     print(f"{preset}: {count:,} parameters, {trainer.batches.steps_per_epoch} steps an epoch, "
           f"from step {trainer.step} to {trainer.options.steps}, in {run}", flush=True)
+    # A run in the background often starts with Ctrl-C ignored: stop cleanly for both signals.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
     trainer.run()
     result = trainer.look()
     trainer.log({"step": trainer.step, "seconds": round(trainer.seconds, 1),
                  "heldout_bits_per_byte_all": round(result, 4)})
     print(f"held-out text: {result:.4f} bits per byte, rounded as shipped")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def export_run(run: Path, out: Path, preset: str, form: str) -> list[Path]:

@@ -1,0 +1,273 @@
+"""Training: batches, optimiser, losses, resuming; on the nano preset, a few steps long."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+
+from labkit.config import ModelConfig
+from labkit.errors import CheckpointError, InputError
+from labkit.kernels import cpu, reference
+from labkit.kernels import train as train_kernels
+from labkit.paths import data_dir
+from labkit.text.corpus import load_corpus
+from labkit.text.tokenizer import Tokenizer
+from labkit.trace import Taps
+from labkit.train import losses
+from labkit.train.balance import balance_experts
+from labkit.train.batches import Batches
+from labkit.train.command import export_run, train_preset
+from labkit.train.evaluate import bits_per_byte
+from labkit.train.loop import Options, Trainer, rounded_weights
+from labkit.train.muon import Muon
+from labkit.train.optimizers import schedule
+
+OPTIONS = Options(steps=4, batch=2, length=48, index_queries=16, warmup=2, kernels="cpu",
+                  half=False, rounding_from=0.5)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(data_dir() / "nano")
+
+
+@pytest.fixture
+def trainer(tokenizer, tmp_path) -> Trainer:
+    return Trainer(ModelConfig.preset("nano"), tokenizer, tmp_path / "run", OPTIONS)
+
+
+def test_batches_are_a_function_of_the_step(tokenizer):
+    a, b = (Batches(tokenizer, 2, 48, seed=3) for _ in range(2))
+    later = a(a.steps_per_epoch + 5)  # another epoch in between
+    assert all(torch.equal(x, y) for x, y in zip(a(7), b(7), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(later, b(b.steps_per_epoch + 5), strict=True))
+    ids, targets = a(7)
+    assert (ids[:, 0] == tokenizer.bos_id).all() and torch.equal(ids[:, 1:], targets[:, :-1])
+    assert not torch.equal(a(7)[0], a(8)[0])
+
+
+def test_an_epoch_reads_every_piece_once_and_never_the_held_out_text(tokenizer):
+    batches = Batches(tokenizer, 4, 512, seed=0)
+    pieces = batches._pieces(2)
+    assert len(set(pieces)) == len(pieces) == batches.pieces
+    for number, novel in enumerate(batches.novels):
+        firsts = sorted(first for n, first in pieces if n == number)
+        assert all(b - a >= 512 for a, b in zip(firsts, firsts[1:], strict=False))
+        assert firsts[-1] + 512 <= len(novel)
+    train, held_out = load_corpus("train"), load_corpus("heldout")
+    assert sum(map(len, batches.novels)) == sum(
+        len(tokenizer.encode(text)) + 1 for text in train.values())
+    assert all(held_out[name][:200] not in text for name, text in train.items())
+
+
+def test_muon_is_that_of_torch():
+    torch.manual_seed(0)
+    shapes = [(12, 32), (12, 32), (32, 12), (16, 16)]
+    ours = [torch.nn.Parameter(torch.randn(s)) for s in shapes]
+    theirs = copy.deepcopy(ours)
+    mine = Muon(ours, lr=0.02, weight_decay=0.1)
+    other = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95)
+    for _ in range(3):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        mine.step()
+        other.step()
+    for p, q in zip(ours, theirs, strict=True):
+        # A batched bf16 product may round differently from a single one.
+        assert torch.allclose(p, q, atol=2e-3), (p - q).abs().max()
+
+
+def test_schedule_rises_stays_and_falls():
+    factors = [schedule(s, 100, 10) for s in range(100)]
+    assert factors[0] == 0.1 and factors[10:50] == [1.0] * 40
+    assert all(a >= b for a, b in zip(factors[10:], factors[11:], strict=False))
+    assert factors[-1] == pytest.approx(0.02)
+
+
+def test_index_loss_reaches_the_indexer_only_and_falls(trainer):
+    ids, _ = trainer.batches(0)
+    queries = torch.arange(4, 48, 3)
+
+    def loss() -> torch.Tensor:
+        taps = Taps(losses.wanted_taps(trainer.config), keep_graph=True)
+        trainer.model(ids, taps=taps)
+        return losses.index_loss(trainer.config, taps, queries)
+
+    first = loss()
+    first.backward()
+    touched = {n for n, p in trainer.model.named_parameters() if p.grad is not None}
+    assert touched and all(".indexer." in name for name in touched)
+    indexer = [p for n, p in trainer.model.named_parameters() if ".indexer." in n]
+    assert len(touched) == len(indexer)
+    optimizer = torch.optim.Adam(indexer, lr=3e-3)
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    assert float(loss().detach()) < 0.8 * float(first.detach())
+
+
+def test_index_loss_is_zero_when_the_scores_are_the_attention():
+    """The smallest case by hand: one query, two entries, scores set to the log of the target."""
+    config = ModelConfig.preset("nano").replace(
+        compress_ratios=(1,) * 10, kv_source_layer_ids=(0,), index_source_layer_ids=(0,),
+        candidate_source_layer_id=-1, num_nextn_predict_layers=0)
+    entries = torch.zeros(1, 2, 32)
+    entries[0, 0, 0], entries[0, 1, 0] = 1.0, 2.0
+    q = torch.zeros(1, 2, 4, 32)
+    q[..., 0] = 32**0.5  # logits 1 and 2 in every head
+    keys = torch.zeros(1, 2, 32)
+    keys[0, 0, 0], keys[0, 1, 0] = 1.0, 2.0
+    index_q = torch.zeros(1, 2, 1, 32)
+    index_q[..., 0] = 1.0
+    taps = {"layers.0.attn.compressed_kv": entries, "layers.0.attn.index_keys": keys,
+            "layers.0.attn.q": q, "layers.0.attn.index_queries": index_q,
+            "layers.0.attn.index_weights": torch.ones(1, 2, 1)}
+    queries = torch.tensor([1])
+    assert float(losses.index_loss(config, taps, queries)) == pytest.approx(0.0, abs=1e-6)
+    taps["layers.0.attn.index_keys"] = keys.flip(1)
+    p = torch.softmax(torch.tensor([1.0, 2.0]), 0)
+    expected = float((p * (p.log() - p.flip(0).log())).sum())
+    assert float(losses.index_loss(config, taps, queries)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_balance_lifts_the_bias_of_idle_experts(trainer):
+    picked = torch.zeros(1, 6, 2, dtype=torch.int64)
+    picked[..., 1] = 1
+    taps = {f"layers.{i}.ffn.picked": picked for i in range(10)}
+    before = trainer.model.layers[0].ffn.gate.bias.clone()
+    assert balance_experts(trainer.model, taps, step=0.5) == pytest.approx(4.0)  # 6 of 12/8
+    change = trainer.model.layers[0].ffn.gate.bias - before
+    assert change.tolist() == [-0.5, -0.5] + [0.5] * 6
+
+
+def test_rounded_weights_are_left_again(trainer):
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    with rounded_weights(trainer.model):
+        inside = dict(trainer.model.named_parameters())
+        assert not torch.equal(inside["layers.0.attn.wq_a.weight"], before["layers.0.attn.wq_a.weight"])
+        assert torch.equal(inside["layers.0.hc_attn_fn"], before["layers.0.hc_attn_fn"])
+    assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tokenizer, tmp_path):
+    config = ModelConfig.preset("nano")
+    whole = Trainer(config, tokenizer, tmp_path / "whole", OPTIONS)
+    whole.run(look_every=100, quiet=True)
+    first = Trainer(config, tokenizer, tmp_path / "parts", OPTIONS)
+    for _ in range(2):
+        first.one_step()
+        first.step += 1
+    first.save()
+    second = Trainer(config, tokenizer, tmp_path / "parts", OPTIONS)
+    assert second.step == 2
+    second.run(look_every=100, quiet=True)
+    for (name, a), b in zip(whole.model.named_parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["step"] == 4 and log[-1]["rounding"] and "heldout_bits_per_byte" in log[-1]
+
+
+def test_an_interrupt_saves_what_was_learnt(trainer, monkeypatch):
+    steps = trainer.one_step
+
+    def one_step():
+        if trainer.step == 2:
+            raise KeyboardInterrupt
+        return steps()
+
+    monkeypatch.setattr(trainer, "one_step", one_step)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(quiet=True)
+    again = Trainer(trainer.config, trainer.tokenizer, trainer.folder, OPTIONS)
+    assert again.step == 2
+    assert all(torch.equal(a, b) for a, b in zip(
+        again.model.parameters(), trainer.model.parameters(), strict=True))
+
+
+def test_a_damaged_state_is_named(trainer):
+    trainer.folder.mkdir(parents=True)
+    (trainer.folder / "state.safetensors").write_bytes(b"\x00" * 40)
+    with pytest.raises(CheckpointError, match="--fresh"):
+        Trainer(trainer.config, trainer.tokenizer, trainer.folder, OPTIONS)
+
+
+def test_training_lowers_the_loss(tokenizer, tmp_path):
+    options = Options(steps=40, batch=2, length=48, index_queries=16, warmup=4, kernels="cpu",
+                      half=False, rounding_from=0.7)
+    trainer = Trainer(ModelConfig.preset("nano"), tokenizer, tmp_path, options)
+    losses_seen = []
+    for _ in range(40):
+        losses_seen.append(trainer.one_step()["loss"])
+        trainer.step += 1
+    assert losses_seen[0] == pytest.approx(math.log(512), abs=0.3)
+    assert sum(losses_seen[-5:]) / 5 < losses_seen[0] - 1.0
+
+
+def test_bits_per_byte_of_a_model_that_knows_nothing(tokenizer):
+    """Equal probabilities cost log2(V) bits a token, whatever the windows."""
+
+    class Nothing(torch.nn.Module):
+        def forward(self, ids, lengths):
+            return type("Output", (), {"logits": torch.zeros(*ids.shape, 512)})
+
+    texts = {"a": load_corpus("heldout")["emma"][:3000], "b": "Short."}
+    tokens = sum(len(tokenizer.encode(t)) for t in texts.values())
+    size = sum(len(t.encode()) for t in texts.values())
+    found = bits_per_byte(Nothing(), tokenizer, texts, length=64, stride=16, batch=3)
+    assert found == pytest.approx(9 * tokens / size, rel=1e-6)
+
+
+def test_export_opens_again(trainer, tmp_path):
+    import labkit
+
+    trainer.one_step()
+    trainer.save()
+    export_run(trainer.folder, tmp_path / "out", "nano", "plain")
+    lab = labkit.load(tmp_path / "out")
+    weight = trainer.model.get_parameter("layers.3.attn.wq_b.weight").detach()
+    assert torch.equal(lab.model.get_parameter("layers.3.attn.wq_b.weight"), weight.bfloat16().float())
+    assert lab.generate("It is", max_new_tokens=3, temperature=0).stats.new_tokens <= 3
+
+
+def test_bad_input_is_one_sentence(tmp_path):
+    with pytest.raises(InputError, match="nano or mini"):
+        train_preset(tmp_path, "flash", False, steps=1, batch=1, length=8)
+    with pytest.raises(InputError, match="exceeds the context"):
+        train_preset(tmp_path, "nano", False, steps=1, batch=1, length=5000)
+    with pytest.raises(CheckpointError, match="labkit train"):
+        export_run(tmp_path / "none", tmp_path / "out", "nano", "released")
+    with pytest.raises(InputError, match="released or plain"):
+        export_run(tmp_path / "none", tmp_path / "out", "nano", "gguf")
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_training_kernels_are_near_the_reference(compressed):
+    """bf16 products: values and gradients within 2 % of their span, selections within reason."""
+    g = torch.Generator().manual_seed(1)
+    B, T, H, d, W, K, S = 2, 50, 4, 32, 16, 8, 25
+    tensors = [torch.randn(B, T, H, d, generator=g), torch.randn(B, W + T, d, generator=g),
+               torch.randn(B, S, d, generator=g), torch.randn(H, generator=g)]
+    scores = torch.randn(B, T, S, generator=g)
+    scores = scores.masked_fill(torch.arange(S) >= (torch.arange(T)[:, None] + 1) // 2, -math.inf)
+    selected = reference.select_top(scores, K)
+    assert torch.equal(selected, cpu.select_top(scores, K))
+    grad = torch.randn(B, T, H, d, generator=g)
+    found = []
+    for kernels in (reference, cpu, train_kernels):
+        q, window, entries, sink = (t.clone().requires_grad_() for t in tensors)
+        y = kernels.sparse_attention(q, window, entries if compressed else None,
+                                     selected if compressed else None, sink,
+                                     torch.tensor([0, 3]))
+        y.backward(grad)
+        found.append([y.detach(), q.grad, window.grad, sink.grad]
+                     + ([entries.grad] if compressed else []))
+    for exact, fast, coarse in zip(*found, strict=True):
+        span = exact.abs().max()
+        assert (exact - fast).abs().max() <= 1e-5 * span
+        assert (exact - coarse).abs().max() <= 2e-2 * span
