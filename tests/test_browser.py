@@ -41,6 +41,8 @@ VALUES = """(name) => {
     return null;
 }"""
 
+ANSWERED = """() => document.querySelector('.jp-Dialog') !== null
+    || document.querySelectorAll('.jp-CodeCell .jp-OutputArea-output').length > 0"""
 RAN = """() => {
     const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')];
     return /\\[\\d+\\]/.test(prompts[prompts.length - 1].textContent)
@@ -116,11 +118,19 @@ def browser(chromium_path):
 def run_all_cells(page):
     """Run > Run All Cells, then wait until the last code cell has its number or one has failed."""
     page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=90_000)
-    page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle']").wait_for(timeout=90_000)
-    page.locator("li.lm-MenuBar-item:has-text('Run')").click()
-    page.locator("li.lm-Menu-item[data-command='runmenu:run-all']").click()
+    page.locator("#jp-main-statusbar :text('| Idle')").first.wait_for(timeout=90_000)
     try:
-        page.wait_for_function(RAN, timeout=180_000)
+        for _ in range(3):
+            page.locator("li.lm-MenuBar-item:has-text('Run')").click()
+            page.locator("li.lm-Menu-item[data-command='runmenu:run-all']").click()
+            page.wait_for_function(ANSWERED, timeout=60_000)
+            # Asked before the page has joined the kernel, JupyterLab asks back which one.
+            select = page.locator(".jp-Dialog:has-text('Select Kernel') button.jp-mod-accept")
+            if not select.is_visible():
+                break
+            select.click()
+            page.wait_for_timeout(3_000)
+        page.wait_for_function(RAN, timeout=120_000)
     except Exception:
         page.screenshot(path=ARTIFACTS / "stuck.png")
         raise
@@ -218,6 +228,6 @@ def shoot(page, theme):
     page.set_viewport_size({"width": 1440, "height": 1000})
     page.locator(".widget-dropdown:has(label:has-text('layer'))").scroll_into_view_if_needed()
     page.mouse.move(700, 500)
-    page.mouse.wheel(0, 850)
+    page.mouse.wheel(0, 200)
     page.wait_for_timeout(500)
     page.screenshot(path=ARTIFACTS / f"00_start_{theme}.png")
