@@ -128,11 +128,12 @@ def event(drawn=7, count=3):
 
 def test_next_token_bars_are_the_candidates():
     picture = next_token_bars(event())
-    wide, narrow = picture.figure.data
+    wide, narrow, labels = picture.figure.data
     assert list(wide.x) == [0.5, 0.25, 0.125, 0.01]  # what was drawn has its bar
     assert list(narrow.x) == [0.6, 0.3, 0.15, 0.02]
     assert list(wide.customdata) == [0, 1, 2, 7]
-    assert [t.endswith("drawn") for t in wide.text] == [False, False, False, True]
+    assert list(labels.x) == [0.6, 0.3, 0.15, 0.02]  # behind the longer of the two bars
+    assert [t.endswith("drawn") for t in labels.text] == [False, False, False, True]
     assert list(picture.figure.layout.yaxis.ticktext)[0] == "\u2423w0"
     assert tuple(picture.figure.layout.xaxis.range) == (0, 1)
     assert len(next_token_bars(event(drawn=1)).figure.data[0].x) == 3

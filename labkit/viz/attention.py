@@ -23,7 +23,7 @@ COLUMNS = 108           # characters a line
 WIDTH = 900
 LINE = 48               # pixels a line of text takes
 BAR = 13                # pixels of a full bar
-FULL = 0.25             # the weight that fills a bar; more is cut and said in the hover text
+FULL = 0.1              # the weight that fills a bar; more is cut and said in the hover text
 LEAST = 2.0             # pixels of a bar whose weight is next to nothing: it is there all the same
 TOP = 40                # pixels above the first line, for the bar of shares
 

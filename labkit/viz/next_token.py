@@ -42,12 +42,15 @@ def next_token_bars(candidates: Sequence[Candidate] | Event, drawn: int | None =
     rows = list(range(n))
     fig.add_bar(orientation="h", x=[b["probability"] for b in shown], y=rows, width=0.76,
                 marker={"color": mark.colour, "line": {"width": 0}}, name=mark.label,
-                text=[b["note"] for b in shown], textposition="outside", cliponaxis=False,
                 customdata=[b["id"] for b in shown], hoverinfo="x")
     fig.add_bar(orientation="h", x=[b["sampled"] for b in shown], y=rows, width=0.34,
                 marker={"color": after.colour, "pattern": {"shape": after.pattern},
                         "line": {"width": 0}},
                 name=after.label, customdata=[b["id"] for b in shown], hoverinfo="x")
+    fig.add_scatter(x=[max(b["probability"], b["sampled"]) for b in shown], y=rows, mode="text",
+                    text=[" " + b["note"] for b in shown], textposition="middle right",
+                    hoverinfo="skip", showlegend=False, cliponaxis=False, name="labels",
+                    customdata=[b["id"] for b in shown])
     return Picture(fig, _alt(shown), _caption(shown),
                    ("token", "model", "after sampling rules"),
                    tuple((b["label"], f"{b['probability']:.1%}", f"{b['sampled']:.1%}")

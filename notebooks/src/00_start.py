@@ -200,7 +200,7 @@ assert all(entry <= 290 for entry, *_ in look.entries), "nobody reads the future
 #
 # Choose a layer and a query. Blue bars stand on the window's tokens; hatched orange
 # bars hang below the tokens of each selected entry; the line further below marks the
-# candidate pool. Bars grow with the square root of the attention and are full at 25 %.
+# candidate pool. Bars grow with the square root of the attention and are full at 10 %.
 
 # %% id="explorer"
 from labkit.explorers.attention import AttentionExplorer
