@@ -277,3 +277,42 @@ def mutants(
     typer.echo(faults.main_text(rows))
     if not all(row.killed for row in rows):
         raise typer.Exit(1)
+
+
+@app.command("eval")
+def evaluate(
+    source: Annotated[str, typer.Argument(help="mini or a checkpoint folder.")] = "mini",
+    quick: Annotated[bool, typer.Option("--quick", help="24 held-out windows only.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all figures and samples.")] = False,
+) -> None:
+    """Measure a model on held-out text: bits per byte, controls, what the indexer finds, samples.
+
+    \b
+    Examples:
+      labkit eval mini
+      labkit eval mini --quick
+      labkit eval mini --json
+    """
+    import json
+
+    from labkit.lab import load
+    from labkit.train.figures import figures_text, measure
+
+    figures = measure(load(source), limit=24 if quick else None)
+    typer.echo(json.dumps(figures.to_dict(), ensure_ascii=False) if as_json
+               else figures_text(figures))
+
+
+@app.command()
+def rebuild() -> None:
+    """Make everything anew that depends on data/mini: figures, record, notebooks, pictures.
+
+    Works in a clone of the repository; run it after `labkit export runs/mini data/mini`.
+
+    \b
+    Examples:
+      labkit rebuild
+    """
+    from labkit.train.rebuild import rebuild as make_anew
+
+    make_anew(typer.echo)

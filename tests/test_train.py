@@ -150,7 +150,8 @@ def test_rounded_weights_are_left_again(trainer):
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     with rounded_weights(trainer.model):
         inside = dict(trainer.model.named_parameters())
-        assert not torch.equal(inside["layers.0.attn.wq_a.weight"], before["layers.0.attn.wq_a.weight"])
+        name = "layers.0.attn.wq_a.weight"
+        assert not torch.equal(inside[name], before[name])
         assert torch.equal(inside["layers.0.hc_attn_fn"], before["layers.0.hc_attn_fn"])
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
 
@@ -226,12 +227,13 @@ def test_bits_per_byte_of_a_model_that_knows_nothing(tokenizer):
 def test_export_opens_again(trainer, tmp_path):
     import labkit
 
-    trainer.one_step()
+    trainer.log(trainer.one_step())
     trainer.save()
     export_run(trainer.folder, tmp_path / "out", "nano", "plain")
     lab = labkit.load(tmp_path / "out")
-    weight = trainer.model.get_parameter("layers.3.attn.wq_b.weight").detach()
-    assert torch.equal(lab.model.get_parameter("layers.3.attn.wq_b.weight"), weight.bfloat16().float())
+    name = "layers.3.attn.wq_b.weight"
+    weight = trainer.model.get_parameter(name).detach()
+    assert torch.equal(lab.model.get_parameter(name), weight.bfloat16().float())
     assert lab.generate("It is", max_new_tokens=3, temperature=0).stats.new_tokens <= 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -60,12 +61,15 @@ def export_run(run: Path, out: Path, preset: str, form: str) -> list[Path]:
     if form not in ("released", "plain"):
         raise InputError(f"form is {form!r}: choose released or plain")
     config, _ = preset_tokenizer(preset)
-    state, _facts = read_weights(run)
+    state, facts = read_weights(run)
     try:
         written = write_checkpoint(out, config, state, form=form, dtype=torch.bfloat16)  # type: ignore[arg-type]
     except CheckpointError as error:
         raise CheckpointError(f"the run in {run} is not one of preset {preset}: {error}") from error
+    # How it was made travels with it: the log of the run, its options and length.
+    shutil.copyfile(run / "log.jsonl", out / "log.jsonl")
+    (out / "run.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     source, target = data_dir() / preset / "tokenizer.json", out / "tokenizer.json"
     if source.resolve() != target.resolve():
         shutil.copyfile(source, target)
-    return [*written, target]
+    return [*written, target, out / "log.jsonl", out / "run.json"]

@@ -1,0 +1,55 @@
+"""`labkit rebuild`: everything in the repository that depends on `data/mini`, made anew."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from labkit.errors import CheckpointError, LabError
+from labkit.lab import load
+from labkit.paths import data_dir
+from labkit.text.train_tokenizer import train_mini_tokenizer
+from labkit.train.figures import figures_text, measure
+from labkit.train.record import read_log, training_record
+
+
+def rebuild(say: Callable[[str], None] = print) -> None:
+    """Check the vocabulary, measure the model, write its record, build notebooks and pictures."""
+    mini = data_dir() / "mini"
+    say("1/4 vocabulary: training it again must give data/mini/tokenizer.json")
+    if trained_vocabulary() != (mini / "tokenizer.json").read_text(encoding="utf-8"):
+        raise CheckpointError(f"{mini / 'tokenizer.json'} is not what the corpus gives: restore "
+                              "it, or train the model again with the new one")
+    say("2/4 figures: data/mini/figures.json")
+    lab = load("mini")
+    figures = measure(lab)
+    write(mini / "figures.json", json.dumps(figures.to_dict(), indent=1, ensure_ascii=False) + "\n")
+    say(figures_text(figures))
+    say("3/4 record: data/mini/TRAINING.md")
+    log = read_log(mini / "log.jsonl")
+    facts = json.loads((mini / "run.json").read_text(encoding="utf-8"))
+    size = (mini / "model.safetensors").stat().st_size
+    write(mini / "TRAINING.md", training_record(lab.config, log, facts, figures, size))
+    say("4/4 notebooks and pictures")
+    root = data_dir().parent
+    for tool in ("build_notebooks.py", "take_pictures.py"):
+        path = root / "tools" / tool
+        if not path.exists():
+            raise LabError(f"{path} is missing: rebuild works in a clone of the repository")
+        if subprocess.run([sys.executable, str(path)], cwd=root).returncode:
+            raise LabError(f"{path.name} failed (see above): mend it and run labkit rebuild again")
+
+
+def trained_vocabulary() -> str:
+    """What training the vocabulary gives, as the text of a tokenizer.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        train_mini_tokenizer(Path(folder) / "tokenizer.json")
+        return (Path(folder) / "tokenizer.json").read_text(encoding="utf-8")
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
