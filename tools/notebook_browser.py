@@ -123,8 +123,7 @@ def errors(page: Any) -> list[str]:
 
 def show_explorer(page: Any) -> None:
     """The attention explorer fills the window."""
-    page.set_viewport_size({"width": 1440, "height": 1000})
-    page.locator(".widget-dropdown:has(label:has-text('layer'))").scroll_into_view_if_needed()
-    page.mouse.move(700, 500)
-    page.mouse.wheel(0, 200)
+    page.set_viewport_size({"width": 1440, "height": 1110})
+    control = page.locator(".widget-dropdown:has(label:has-text('layer'))")
+    control.evaluate("control => control.scrollIntoView({block: 'start'})")
     page.wait_for_timeout(500)
