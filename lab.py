@@ -47,8 +47,8 @@ next call goes on from there. Delete .venv to start over.
 environment variables:
   LAB_TORCH=cpu|pypi    which build of PyTorch to install (default: the smaller CPU build on Linux
                         without an NVIDIA GPU, PyPI's build everywhere else)
-  MALLOC_*, OMP_*       kept if you set them; on Linux the lab sets glibc's allocator up for large
-                        tensors, and everywhere OMP_WAIT_POLICY=PASSIVE
+  MALLOC_*              kept if you set them; on Linux the lab sets glibc's allocator up for large
+                        tensors
 """
 
 
@@ -108,9 +108,6 @@ def child_environment(environ: "dict[str, str]", system: str) -> "dict[str, str]
     env = dict(environ)
     env.pop("PYTHONHOME", None)  # would take the virtual environment's standard library away
     env["PIP_USER"] = "0"  # a pip set to install for the user refuses to in a virtual environment
-    # A thread that waits for its twin sleeps instead of spinning: beside another busy program
-    # a spinning one keeps the core that the twin needs, and a step takes many times as long.
-    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if system == "Linux":
         # Big temporaries come from the heap and stay there: mapping them afresh costs a page
         # fault for every 4 KiB.

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from labkit.config import ModelConfig
 from labkit.errors import CheckpointError, ConfigError, InputError, LabError
-
-# Read when torch is loaded: threads that wait sleep instead of spinning. Beside another busy
-# program a spinning thread keeps the core that its twin needs.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
 __all__ = [
