@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from labkit import paths
-from labkit.checkpoint.files import find_tensors
+from labkit.checkpoint.files import find_tensors, stored_engram_digest
 from labkit.checkpoint.reader import read_state
 from labkit.checkpoint.weights import target_dtype
 from labkit.config import PRESETS, ModelConfig
@@ -60,7 +60,7 @@ def load(
         _refuse_borrowed_weights(folder)
         find_tensors(folder)  # absent or cut files are told first; only headers are read for it
         tokenizer = Tokenizer.from_file(folder)
-        classes = class_map(config, tokenizer)
+        classes = class_map(config, tokenizer, stored_engram_digest(folder))
         state = read_state(folder, config, dtype)
     # Built without memory, then given the tensors that were read.
     with torch.device("meta"):
@@ -216,15 +216,19 @@ def model_folder(source: str | Path) -> Path:
     return folder
 
 
-def class_map(config: ModelConfig, tokenizer: Tokenizer) -> torch.Tensor:
-    """The Engram class of every id, int64 [V]; ConfigError if the tokenizer does not fit."""
+def class_map(config: ModelConfig, tokenizer: Tokenizer,
+              digest: str | None = None) -> torch.Tensor:
+    """The Engram class of every id, int64 [V]; ConfigError if the tokenizer does not fit.
+
+    digest: `class_digest` of the map that the weights belong to, where it was stored with them.
+    """
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"vocab_size is {config.vocab_size}, but the tokenizer {tokenizer.source} has "
             f"{tokenizer.vocab_size} entries: use the tokenizer.json that belongs to the model")
     if not config.engram_layer_ids:
         return torch.zeros(config.vocab_size, dtype=torch.int64)
-    return checked_classes(config, tokenizer)
+    return checked_classes(config, tokenizer, digest)
 
 
 def choose_device(device: str | torch.device, dtype: torch.dtype) -> torch.device:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from labkit.checkpoint import (
     fake_quantize_weight,
@@ -15,7 +17,7 @@ from labkit.checkpoint import (
     write_checkpoint,
     writer,
 )
-from labkit.checkpoint.files import find_tensors
+from labkit.checkpoint.files import find_tensors, stored_engram_digest
 from labkit.config import ModelConfig
 from labkit.errors import CheckpointError
 
@@ -223,3 +225,43 @@ def test_paths_are_returned(tmp_path):
     paths = write_checkpoint(str(tmp_path / "a" / "b"), NANO, random_state(NANO))
     assert paths == [tmp_path / "a" / "b" / n for n in ("model.safetensors", "config.json")]
     assert all(isinstance(p, Path) and p.exists() for p in paths)
+
+
+# ---- the digest of the Engram class map ------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [10**9, 100_000], ids=["one file", "shards"])
+def test_every_shard_holds_the_digest_and_the_bytes_are_the_same_each_time(most, tmp_path):
+    state = random_state(NANO)
+    for number in range(6):  # safetensors orders its metadata at random: 6 runs would show it
+        write_checkpoint(tmp_path / str(number), NANO, state, max_shard_bytes=most,
+                         engram_digest="ab" * 32)
+        assert files(tmp_path / str(number)) == files(tmp_path / "0")
+    shards = sorted((tmp_path / "0").glob("*.safetensors"))
+    assert (len(shards) > 1) == (most == 100_000)
+    for shard in shards:
+        with safe_open(shard, framework="pt") as stored:
+            assert stored.metadata() == {"format": "pt", "engram_class_digest": "ab" * 32}
+    assert stored_engram_digest(tmp_path / "0") == "ab" * 32
+    read = read_state(tmp_path / "0")
+    assert all(torch.equal(read[n], fake_quantize_weight(n, v)) for n, v in state.items())
+
+
+def test_without_a_digest_the_files_are_as_before(tmp_path):
+    write_checkpoint(tmp_path, NANO, random_state(NANO))
+    assert stored_engram_digest(tmp_path) is None
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as stored:
+        assert stored.metadata() == {"format": "pt"}
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    save_file(tensors, tmp_path / "again.safetensors", metadata={"format": "pt"})
+    assert files(tmp_path)["model.safetensors"] == files(tmp_path)["again.safetensors"]
+
+
+def test_shards_of_two_checkpoints_are_told_by_their_digests(tmp_path):
+    for name in ("one", "two"):
+        write_checkpoint(tmp_path / name, NANO, random_state(NANO), max_shard_bytes=100_000,
+                         engram_digest=name)
+    shard = sorted((tmp_path / "two").glob("*.safetensors"))[0]
+    (tmp_path / "one" / shard.name).write_bytes(shard.read_bytes())
+    with pytest.raises(CheckpointError, match="different values of engram_class_digest"):
+        stored_engram_digest(tmp_path / "one")

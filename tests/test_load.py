@@ -15,6 +15,8 @@ from labkit.errors import CheckpointError, ConfigError, InputError, LabError
 from labkit.lab import choose_device
 from labkit.model.init import init_weights
 from labkit.model.transformer import Transformer
+from labkit.text.engram_map import class_digest, engram_classes
+from labkit.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +218,35 @@ def test_a_vocabulary_of_another_model(folder, tmp_path):
     with pytest.raises(ConfigError) as error:
         labkit.load(broken)
     assert "vocab_size is 500" in sentence(error)
+
+
+def test_a_vocabulary_of_equal_size_with_another_class_map(folder, tmp_path):
+    """Two entries trade ids: as many classes as before, but other Engram rows."""
+    whole = copy_of(folder, tmp_path)
+    config = labkit.ModelConfig.from_file(whole)
+    classes, _ = engram_classes(Tokenizer.from_file(whole), config.vocab_size)
+    state = load_file(whole / "model.safetensors")
+    write_checkpoint(whole, config, state, form="plain", dtype=torch.float32,
+                     engram_digest=class_digest(classes))
+    assert torch.equal(labkit.load(whole).model.engram_classes, classes)
+
+    raw = json.loads((whole / "tokenizer.json").read_text())
+    vocabulary = raw["model"]["vocab"]
+    # The last id with a class of its own trades places with the last that shares one.
+    listed, special = classes.tolist(), {t["id"] for t in raw["added_tokens"]}
+    own = {c for c in listed if listed.count(c) == 1}
+    ids = [i for i in sorted(vocabulary.values()) if i not in special]
+    new = max(i for i in ids if listed[i] in own)
+    repeated = max(i for i in ids if listed[i] not in own)
+    raw["model"]["vocab"] = {t: {new: repeated, repeated: new}.get(i, i)
+                             for t, i in vocabulary.items()}
+    (whole / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError) as error:
+        labkit.load(whole)
+    assert "another Engram class map" in sentence(error)
+
+    write_checkpoint(whole, config, state, form="plain", dtype=torch.float32)  # no digest
+    assert not torch.equal(labkit.load(whole).model.engram_classes, classes)
 
 
 @pytest.mark.parametrize(("change", "said"), [

@@ -14,6 +14,7 @@ from labkit.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ENGRAM_DIGEST = "engram_class_digest"  # key in the metadata of each file
 _HEADER_LIMIT = 100_000_000  # the format's own limit
 
 
@@ -124,6 +125,21 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             f"{file} is {what}: expected {expected:,} bytes, found {actual:,}; download it again"
         )
     return tensors
+
+
+def stored_engram_digest(folder: str | Path) -> str | None:
+    """The digest of the Engram class map that was stored with the weights; None if none was."""
+    digests = set()
+    for file in {tensor.file for tensor in find_tensors(folder).values()}:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            metadata = json.loads(stream.read(length)).get("__metadata__")
+        if isinstance(metadata, dict) and ENGRAM_DIGEST in metadata:
+            digests.add(str(metadata[ENGRAM_DIGEST]))
+    if len(digests) > 1:
+        raise CheckpointError(f"the files in {folder} hold different values of {ENGRAM_DIGEST}: "
+                              "they come from different checkpoints, download them again")
+    return digests.pop() if digests else None
 
 
 def some_names(names: list[str], most: int = 3) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from labkit.checkpoint.files import INDEX, SINGLE, some_names
+from labkit.checkpoint.files import ENGRAM_DIGEST, INDEX, SINGLE, some_names
 from labkit.checkpoint.layout import (
     ITEM_BYTES,
     SAFETENSORS_DTYPE,
@@ -42,6 +42,8 @@ def write_checkpoint(
     form: Form = "released",
     dtype: torch.dtype = torch.bfloat16,
     max_shard_bytes: int = 5_000_000_000,
+    *,
+    engram_digest: str | None = None,
 ) -> list[Path]:
     """Write config.json and the weights; the paths written.
 
@@ -50,6 +52,8 @@ def write_checkpoint(
     form   "released": rounded as in `checkpoint.weights`, the rest bf16, some fp32.
            "plain": every tensor in `dtype`, those that the release keeps in fp32 never narrower
     max_shard_bytes  above it the tensors go to model-0000i-of-0000n.safetensors with an index
+    engram_digest    `text.engram_map.class_digest` of the map that the model was trained with:
+           written into each file, so that loading can refuse a tokenizer with another map
 
     Older weights in the folder are replaced, other files stay. CheckpointError before anything
     is written if `state` does not fit `config`.
@@ -61,7 +65,10 @@ def write_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
     try:
-        written = _stage(staging, config, state, shards, form, dtype)
+        metadata = {"format": "pt"}
+        if engram_digest is not None:
+            metadata[ENGRAM_DIGEST] = engram_digest
+        written = _stage(staging, config, state, shards, form, dtype, metadata)
         try:
             _commit(staging, folder, written)
         except KeyboardInterrupt:
@@ -132,7 +139,7 @@ def _split(
 
 def _stage(
     staging: Path, config: ModelConfig, state: Mapping[str, torch.Tensor],
-    shards: list[list[str]], form: Form, dtype: torch.dtype,
+    shards: list[list[str]], form: Form, dtype: torch.dtype, metadata: dict[str, str],
 ) -> list[str]:
     """Write all files into `staging`; their names, weights first, config.json last."""
     written: list[str] = []
@@ -143,7 +150,8 @@ def _stage(
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
             tensors |= _stored(name, state[name], form, dtype)
-        save_file(tensors, staging / file, metadata={"format": "pt"})
+        save_file(tensors, staging / file, metadata=metadata)
+        _order_metadata(staging / file)
         _flush(staging / file)
         written.append(file)
         weight_map |= dict.fromkeys(tensors, file)
@@ -156,6 +164,18 @@ def _stage(
     config = config.replace(quantized=form == "released", dtype=stored_dtype)
     _write_json(staging / "config.json", config.to_dict())
     return [*written, "config.json"]
+
+
+def _order_metadata(file: Path) -> None:
+    """Sort the header's metadata in place: safetensors writes several keys in random order."""
+    with file.open("rb+") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, "the header is compact JSON already, padded with spaces"
+        stream.seek(8)
+        stream.write(text.ljust(length))
 
 
 def _stored(
