@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
+import signal
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from labkit.train.evaluate import bits_per_byte
 from labkit.train.loop import Options, Trainer, rounded_weights
 from labkit.train.muon import Muon
 from labkit.train.optimizers import schedule
+from labkit.train.state import read_weights
 
 OPTIONS = Options(steps=4, batch=2, length=48, index_queries=16, warmup=2, kernels="cpu",
                   half=False, rounding_from=0.5)
@@ -174,21 +177,44 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tokenizer, tmp_path):
     assert log[-1]["step"] == 4 and log[-1]["rounding"] and "heldout_bits_per_byte" in log[-1]
 
 
-def test_an_interrupt_saves_what_was_learnt(trainer, monkeypatch):
-    steps = trainer.one_step
+def test_ctrl_c_ends_the_run_after_a_whole_step(tmp_path, monkeypatch):
+    """A real signal in the middle of a step: that step is done, saved and not done again."""
+    whole = Trainer.one_step
 
-    def one_step():
-        if trainer.step == 2:
-            raise KeyboardInterrupt
-        return steps()
+    def one_step(self):
+        facts = whole(self)
+        if self.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return facts
 
-    monkeypatch.setattr(trainer, "one_step", one_step)
+    monkeypatch.setattr(Trainer, "one_step", one_step)
+    options = {"steps": 4, "batch": 2, "length": 48, "kernels": "cpu", "half": False}
+    handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        trainer.run(quiet=True)
-    again = Trainer(trainer.config, trainer.tokenizer, trainer.folder, OPTIONS)
-    assert again.step == 2
-    assert all(torch.equal(a, b) for a, b in zip(
-        again.model.parameters(), trainer.model.parameters(), strict=True))
+        train_preset(tmp_path, "nano", fresh=False, **options)
+    assert signal.getsignal(signal.SIGINT) is handler
+    _, facts = read_weights(tmp_path)
+    assert facts["step"] == 2
+
+
+def test_a_run_goes_on_only_with_the_options_it_began_with(trainer, tokenizer):
+    trainer.save()
+    longer = dataclasses.replace(OPTIONS, steps=9)
+    assert Trainer(trainer.config, tokenizer, trainer.folder, longer).step == 0
+    for change in ({"seed": 1}, {"batch": 3}, {"lr": 1e-3}):
+        other = dataclasses.replace(OPTIONS, **change)
+        with pytest.raises(InputError, match=next(iter(change))):
+            Trainer(trainer.config, tokenizer, trainer.folder, other)
+
+
+def test_fresh_forgets_the_run_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "look", lambda self, limit=None: 1.0)
+    options = {"steps": 1, "batch": 1, "length": 32, "kernels": "cpu", "half": False}
+    train_preset(tmp_path, "nano", fresh=False, **options)
+    (tmp_path / "notes.txt").write_text("mine")
+    train_preset(tmp_path, "nano", fresh=True, **{**options, "seed": 5})
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert read_weights(tmp_path)[1]["options"]["seed"] == 5
 
 
 def test_a_damaged_state_is_named(trainer):
@@ -242,6 +268,10 @@ def test_bad_input_is_one_sentence(tmp_path):
         train_preset(tmp_path, "flash", False, steps=1, batch=1, length=8)
     with pytest.raises(InputError, match="exceeds the context"):
         train_preset(tmp_path, "nano", False, steps=1, batch=1, length=5000)
+    good = {"steps": 1, "batch": 1, "length": 32}
+    for bad, word in (({"batch": 0}, "batch"), ({"batch": 10**6}, "pieces"), ({"steps": 0}, "steps")):
+        with pytest.raises(InputError, match=word):
+            train_preset(tmp_path, "nano", False, **{**good, **bad})
     with pytest.raises(CheckpointError, match="labkit train"):
         export_run(tmp_path / "none", tmp_path / "out", "nano", "released")
     with pytest.raises(InputError, match="released or plain"):
@@ -273,3 +303,17 @@ def test_training_kernels_are_near_the_reference(compressed):
         span = exact.abs().max()
         assert (exact - fast).abs().max() <= 1e-5 * span
         assert (exact - coarse).abs().max() <= 2e-2 * span
+
+
+@pytest.mark.slow
+def test_a_training_step_with_its_own_kernels_is_near_an_exact_one(tokenizer, tmp_path):
+    """bf16 products and compiled chains: loss, index loss and gradient within a few percent."""
+    found = []
+    for kernels, half in (("reference", False), ("train", True)):
+        options = Options(steps=4, batch=2, length=128, index_queries=32, warmup=2,
+                          kernels=kernels, half=half)
+        trainer = Trainer(ModelConfig.preset("nano"), tokenizer, tmp_path / kernels, options)
+        found.append([trainer.one_step() for _ in range(2)][-1])
+    exact, coarse = found
+    for what, tolerance in (("loss", 0.01), ("index_loss", 0.1), ("gradient_norm", 0.05)):
+        assert coarse[what] == pytest.approx(exact[what], rel=tolerance), what

@@ -8,6 +8,7 @@ the same rule. Never used to generate or to compare.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,25 @@ select_top = cpu.select_top
 
 @functools.cache
 def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled: a chain of elementwise steps becomes one pass over memory."""
-    return torch.compile(function, dynamic=False)
+    """The function compiled: a chain of elementwise steps becomes one pass over memory.
+
+    Compiling takes a C++ compiler; without one the function stays as it is, only slower.
+    """
+    return torch.compile(function, dynamic=False) if has_compiler() else function
+
+
+@functools.cache
+def has_compiler() -> bool:
+    """Whether torch can compile for this CPU; says so once where it cannot."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception:  # its own error types, which move between releases
+        warnings.warn("no C++ compiler was found: training runs without fused steps, slower; "
+                      "install g++ (or clang++) for speed", stacklevel=2)
+        return False
+    return True
 
 
 def index_scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

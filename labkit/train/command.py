@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,27 +35,50 @@ def preset_tokenizer(preset: str) -> tuple[ModelConfig, Tokenizer]:
 def train_preset(run: Path, preset: str, fresh: bool, **options: Any) -> None:
     """Start or continue the run in folder `run`; log and state stay there."""
     config, tokenizer = preset_tokenizer(preset)
+    for name in ("steps", "batch", "length"):
+        if options[name] < 1:
+            raise InputError(f"{name} is {options[name]}: must be at least 1")
     if options["length"] > config.max_position_embeddings:
         raise InputError(f"length {options['length']} exceeds the context of {preset}, "
                          f"{config.max_position_embeddings}")
-    if fresh and (run / "state.safetensors").exists():
-        shutil.rmtree(run)
+    if fresh:
+        for name in ("state.safetensors", "state.safetensors.part", "log.jsonl"):
+            (run / name).unlink(missing_ok=True)
     trainer = Trainer(config, tokenizer, run, Options(**options))
+    if trainer.batches.steps_per_epoch < 1:
+        raise InputError(f"batch {options['batch']} is more than the {trainer.batches.pieces} "
+                         f"pieces of {options['length']} tokens that the corpus gives")
     count = sum(p.numel() for p in trainer.model.parameters())
     print(f"{preset}: {count:,} parameters, {trainer.batches.steps_per_epoch} steps an epoch, "
           f"from step {trainer.step} to {trainer.options.steps}, in {run}", flush=True)
-    # A run in the background often starts with Ctrl-C ignored: stop cleanly for both signals.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
-    trainer.run()
+    with _stopping_cleanly(trainer):
+        trainer.run()
+    if trainer.stopping:
+        print(f"stopped at step {trainer.step}: saved, the same command goes on from here")
+        raise KeyboardInterrupt
     result = trainer.look()
     trainer.log({"step": trainer.step, "seconds": round(trainer.seconds, 1),
                  "heldout_bits_per_byte_all": round(result, 4)})
     print(f"held-out text: {result:.4f} bits per byte, rounded as shipped")
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+@contextlib.contextmanager
+def _stopping_cleanly(trainer: Trainer) -> Iterator[None]:
+    """Inside, the first Ctrl-C (or SIGTERM) ends the run after its step, a second one at once.
+
+    A run in the background often starts with Ctrl-C ignored; this hears it all the same.
+    """
+    def hear(number: int, frame: FrameType | None) -> None:
+        if trainer.stopping:
+            raise KeyboardInterrupt
+        trainer.stop()
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def export_run(run: Path, out: Path, preset: str, form: str) -> list[Path]:
@@ -62,6 +87,8 @@ def export_run(run: Path, out: Path, preset: str, form: str) -> list[Path]:
         raise InputError(f"form is {form!r}: choose released or plain")
     config, _ = preset_tokenizer(preset)
     state, facts = read_weights(run)
+    if not (run / "log.jsonl").is_file():
+        raise CheckpointError(f"{run / 'log.jsonl'} is missing: the log of the run belongs to it")
     try:
         written = write_checkpoint(out, config, state, form=form, dtype=torch.bfloat16)  # type: ignore[arg-type]
     except CheckpointError as error:

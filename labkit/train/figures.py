@@ -35,7 +35,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Figures:
-    """Bits per byte are of the whole held-out text, each token seen with 512 or more before it."""
+    """Bits per byte are of the whole held-out text, in windows of 1,024 tokens that overlap by
+    half: behind the start of a text, a token is seen with at least 511 before it."""
 
     parameters: int
     bits_per_byte: float
@@ -71,16 +72,13 @@ def measure(lab: Lab, *, limit: int | None = None, quiet: bool = False) -> Figur
         return bits_per_byte(lab.model, lab.tokenizer, length=length, stride=length // 2,
                              limit=limit, progress=bar)
 
-    rounding = lab.model.cache_rounding
-    lab.model.cache_rounding = True
-    rounded = bits("held-out text")
-    lab.model.cache_rounding = False
-    exact = bits("the same, cache not rounded")
-    lab.model.cache_rounding = True
-    with muted_engram(lab):
-        muted = bits("the same, Engram muted")
-    recall, by_chance = attention_recall(lab)
-    lab.model.cache_rounding = rounding
+    with cache_rounding(lab, True):
+        rounded = bits("held-out text")
+        with muted_engram(lab):
+            muted = bits("the same, Engram muted")
+        recall, by_chance = attention_recall(lab)
+    with cache_rounding(lab, False):
+        exact = bits("the same, cache not rounded")
     held_out = load_corpus("heldout").values()
     tokens = sum(len(lab.tokenizer.encode(text)) for text in held_out)
     size = sum(len(text.encode("utf-8")) for text in held_out)
@@ -93,6 +91,16 @@ def measure(lab: Lab, *, limit: int | None = None, quiet: bool = False) -> Figur
         attention_recall=recall, attention_recall_random=by_chance,
         samples=tuple(samples(lab, quiet)),
     )
+
+
+@contextlib.contextmanager
+def cache_rounding(lab: Lab, on: bool) -> Iterator[None]:
+    """Inside, the cache quantisers are on or off."""
+    before, lab.model.cache_rounding = lab.model.cache_rounding, on
+    try:
+        yield
+    finally:
+        lab.model.cache_rounding = before
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from labkit.checkpoint.weights import fake_quantize_weight
 from labkit.config import ModelConfig
+from labkit.errors import InputError
 from labkit.model.init import init_weights
 from labkit.model.transformer import Transformer
 from labkit.text.engram_map import checked_classes
@@ -50,17 +51,16 @@ class Options:
 
 @contextlib.contextmanager
 def rounded_weights(model: Transformer) -> Iterator[None]:
-    """Inside, every weight has the value that the released layout would store.
+    """Inside, every matrix has the value that the released layout would store.
 
     The gradient found there is applied to the exact weight (straight-through).
     """
-    exact = {}
-    with torch.no_grad():
+    exact: dict[str, torch.Tensor] = {}
+    try:
         for name, p in model.named_parameters():
             if p.ndim == 2:
                 exact[name] = p.data
                 p.data = fake_quantize_weight(name, p.data)
-    try:
         yield
     finally:
         for name, p in model.named_parameters():
@@ -79,18 +79,35 @@ class Trainer:
         self.optimizers = optimizers(self.model, options.lr, options.muon_lr, options.weight_decay)
         self.batches = Batches(tokenizer, options.batch, options.length, options.seed)
         self.step, self.seconds = 0, 0.0
+        self.stopping = False
         facts = load_run(folder, self.model, self.optimizers)
         if facts is not None:
+            self._check_options(facts["options"])
             self.step, self.seconds = facts["step"], facts["seconds"]
 
+    def _check_options(self, saved: dict[str, Any]) -> None:
+        """A run goes on with the options that it began with; only its length may change."""
+        for name, value in dataclasses.asdict(self.options).items():
+            if name != "steps" and saved.get(name) != value:
+                raise InputError(
+                    f"the run in {self.folder} has {name} {saved.get(name)}, not {value}: give "
+                    "the same value, another folder, or --fresh")
+
+    def stop(self) -> None:
+        """End after the step that is running: a step is done whole or not at all."""
+        self.stopping = True
+
     def run(self, save_every: float = 300.0, look_every: int = 250, quiet: bool = False) -> None:
-        """Train to the last step. Ctrl-C saves and stops; a later call goes on from there."""
-        torch.manual_seed(self.options.seed)
+        """Train to the last step, or until `stop`; saves, and a later call goes on from there.
+
+        Without a handler that calls `stop`, Ctrl-C leaves at once with the last saved state.
+        """
+        self.stopping = False
         bar = tqdm(total=self.options.steps, initial=self.step, unit="step", disable=quiet,
                    mininterval=5)
         saved = time.monotonic()
         try:
-            while self.step < self.options.steps:
+            while self.step < self.options.steps and not self.stopping:
                 begun = time.monotonic()
                 facts = self.one_step()
                 self.step += 1
@@ -105,12 +122,9 @@ class Trainer:
                 if time.monotonic() - saved > save_every:
                     self.save()
                     saved = time.monotonic()
-        except KeyboardInterrupt:
-            tqdm.write(f"stopped at step {self.step}: saved, the same command goes on from here")
-            raise
+            self.save()
         finally:
             bar.close()
-            self.save()
 
     def one_step(self) -> dict[str, Any]:
         """Forward, backward, update; what the log records of it."""
@@ -158,7 +172,8 @@ class Trainer:
 
     def save(self) -> None:
         save_run(self.folder, self.model, self.optimizers, {
-            "step": self.step, "seconds": self.seconds,
+            "step": self.step, "seconds": round(self.seconds, 1),
+            "threads": torch.get_num_threads(),
             "options": dataclasses.asdict(self.options)})
 
 

@@ -32,7 +32,7 @@ def index_loss(config: ModelConfig, taps: Mapping[str, torch.Tensor],
         role = config.roles[source]
         name = f"layers.{source}.attn"
         entries = taps[f"layers.{role.kv_source}.attn.compressed_kv"]           # [B,S,d]
-        # Keys are recomputed with a graph by the owner; a Reindex layer reads the same tensor.
+        # The owner's own tensor, with its graph: a Reindex layer trains these keys as well.
         keys = taps[f"layers.{role.kv_source}.attn.index_keys"].float()         # [B,S,di]
         q = taps[f"{name}.q"][:, queries].detach().float()                      # [B,n,H,d]
         B, S = entries.shape[:2]

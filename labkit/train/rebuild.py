@@ -20,6 +20,12 @@ from labkit.train.record import read_log, training_record
 def rebuild(say: Callable[[str], None] = print) -> None:
     """Check the vocabulary, measure the model, write its record, build notebooks and pictures."""
     mini = data_dir() / "mini"
+    root = data_dir().parent
+    tools = [root / "tools" / name for name in ("build_notebooks.py", "take_pictures.py")]
+    for path in (mini / "log.jsonl", mini / "run.json", *tools):
+        if not path.is_file():  # told before minutes of measuring, not after
+            raise LabError(f"{path} is missing: rebuild works in a clone of the repository, on "
+                           "what labkit export wrote")
     say("1/4 vocabulary: training it again must give data/mini/tokenizer.json")
     if trained_vocabulary() != (mini / "tokenizer.json").read_text(encoding="utf-8"):
         raise CheckpointError(f"{mini / 'tokenizer.json'} is not what the corpus gives: restore "
@@ -35,11 +41,7 @@ def rebuild(say: Callable[[str], None] = print) -> None:
     size = (mini / "model.safetensors").stat().st_size
     write(mini / "TRAINING.md", training_record(lab.config, log, facts, figures, size))
     say("4/4 notebooks and pictures")
-    root = data_dir().parent
-    for tool in ("build_notebooks.py", "take_pictures.py"):
-        path = root / "tools" / tool
-        if not path.exists():
-            raise LabError(f"{path} is missing: rebuild works in a clone of the repository")
+    for path in tools:
         if subprocess.run([sys.executable, str(path)], cwd=root).returncode:
             raise LabError(f"{path.name} failed (see above): mend it and run labkit rebuild again")
 

@@ -35,8 +35,8 @@ def training_record(config: ModelConfig, log: list[dict[str, Any]], facts: dict[
         f"- Command: `labkit train --steps {options['steps']}{extra}`, then "
         "`labkit export runs/mini data/mini` and `labkit rebuild`.",
         f"- Length: {facts['step']:,} steps of {tokens:,} tokens = {facts['step'] * tokens:,} "
-        f"tokens, {facts['seconds'] / 60:.0f} minutes on one core of a 2-core machine that "
-        "was busy with other work.",
+        f"tokens, {facts['seconds'] / 60:.0f} minutes of training on a CPU, "
+        f"{facts['threads']} thread" + ("s." if facts["threads"] > 1 else "."),
         "- Seed: " + str(options["seed"]) + ". The same seed, code and machine repeat the run; "
         "another processor rounds differently and gives another, equally good model.",
         "- Options: `" + json.dumps(options) + "`.",

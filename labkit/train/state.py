@@ -41,6 +41,9 @@ def load_run(folder: Path, model: Transformer,
     try:
         with safe_open(path, framework="pt") as file:
             facts = json.loads(file.metadata()["facts"])
+            lost = {f"model.{name}" for name in parameters} - set(file.keys())
+            if lost:
+                raise KeyError(f"it lacks {min(lost)}")
             for key in file.keys():  # noqa: SIM118 - not a dict
                 part, rest = key.split(".", 1)
                 if part == "model":
