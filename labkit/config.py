@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -128,11 +129,6 @@ class ModelConfig:
     vision: VisionConfig = field(default_factory=VisionConfig)
 
     # ---------------------------------------------------------------- derived
-    @property
-    def qk_nope_head_dim(self) -> int:
-        """Channels of a head that are not rotated."""
-        return self.head_dim - self.qk_rope_head_dim
-
     @property
     def engram_tables(self) -> int:
         """Rows fetched per token and Engram layer: (N-1) orders x heads."""
@@ -320,7 +316,13 @@ def _typed(name: str, value: Any, annotation: Any) -> Any:
     if annotation == "float":
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError(f"{name} is {value!r}: must be a number")
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise ConfigError(f"{name} is {value!r}: must be a finite number")
+        return number
     if annotation == "bool":
         if not isinstance(value, bool):
             raise ConfigError(f"{name} is {value!r}: must be true or false")
@@ -335,8 +337,8 @@ def _parse_rope_scaling(raw: Any) -> RopeScaling:
         return RopeScaling()
     if not isinstance(raw, dict):
         raise ConfigError(f"rope_scaling is {raw!r}: must be an object or null")
-    kinds = {raw[k] for k in ("type", "rope_type") if k in raw}
-    if kinds != {"yarn"}:
+    kinds = [raw[k] for k in ("type", "rope_type") if k in raw]
+    if not kinds or any(kind != "yarn" for kind in kinds):
         raise ConfigError(f"rope_scaling has type {sorted(map(str, kinds))}: only 'yarn' is known")
     values: dict[str, Any] = {}
     for name in ("factor", "beta_fast", "beta_slow"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 from labkit.errors import ConfigError
@@ -14,6 +16,7 @@ BLOCK = 32  # quantisation block of fp8 and mxfp4; dimensions that are quantised
 
 def check(c: ModelConfig) -> None:
     """Raise ConfigError for the first broken rule."""
+    _check_finite(c)
     _check_positive(c)
     _check_dimensions(c)
     _check_schedule(c)
@@ -27,6 +30,15 @@ def _refuse(field: str, value: object, rule: str) -> None:
     raise ConfigError(f"{field} is {value!r}: {rule}")
 
 
+def _check_finite(c: ModelConfig) -> None:
+    """JSON as Python reads it may hold NaN and Infinity; the comparisons below need numbers."""
+    for start, part in (("", c), ("rope_scaling.", c.rope_scaling), ("vision_config.", c.vision)):
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                _refuse(start + field.name, value, "must be a finite number")
+
+
 def _check_positive(c: ModelConfig) -> None:
     for name in (
         "vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers",
@@ -36,7 +48,10 @@ def _check_positive(c: ModelConfig) -> None:
     ):
         if getattr(c, name) < 1:
             _refuse(name, getattr(c, name), "must be at least 1")
-    for name in ("rope_theta", "compress_rope_theta", "hc_eps", "rms_norm_eps", "swiglu_limit"):
+    for name in ("rope_theta", "compress_rope_theta"):
+        if not getattr(c, name) > 1:
+            _refuse(name, getattr(c, name), "must be greater than 1, so that frequencies fall")
+    for name in ("hc_eps", "rms_norm_eps", "swiglu_limit"):
         if not getattr(c, name) > 0:
             _refuse(name, getattr(c, name), "must be greater than 0")
     if c.dtype not in ("bfloat16", "float32", "float64", "float16"):
@@ -61,6 +76,11 @@ def _check_dimensions(c: ModelConfig) -> None:
     s = c.rope_scaling
     if s.original_max_position_embeddings < 0 or s.factor < 1:
         _refuse("rope_scaling", s, "needs factor >= 1 and original_max_position_embeddings >= 0")
+    if not s.beta_slow > 0:
+        _refuse("rope_scaling.beta_slow", s.beta_slow, "must be greater than 0")
+    if not s.beta_fast >= s.beta_slow:
+        _refuse("rope_scaling.beta_fast", s.beta_fast,
+                f"must be at least rope_scaling.beta_slow {s.beta_slow}")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if not 0 <= getattr(c, name) < c.vocab_size:
             _refuse(name, getattr(c, name), f"must be an id below vocab_size {c.vocab_size}")
@@ -122,10 +142,11 @@ def _check_candidates(c: ModelConfig) -> None:
 
 
 def _check_engram(c: ModelConfig) -> None:
-    if not c.engram_layer_ids:
-        return
+    # Also without Engram layers: the cache is as wide as the look-back.
     if c.engram_max_ngram_size < 2:
         _refuse("engram_max_ngram_size", c.engram_max_ngram_size, "must be at least 2")
+    if not c.engram_layer_ids:
+        return
     for name in ("engram_vocab_size", "engram_n_heads", "engram_head_dim",
                  "engram_compressed_vocab_size"):
         if getattr(c, name) < 1:
@@ -166,9 +187,17 @@ def _check_draft(c: ModelConfig) -> None:
 
 def _check_vision(c: ModelConfig) -> None:
     v = c.vision
+    least = 1 if v.num_hidden_layers > 0 else 0
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size",
+                 "patch_size", "downsample_ratio", "max_image_tokens", "min_pixels"):
+        if getattr(v, name) < least:
+            _refuse(f"vision_config.{name}", getattr(v, name), f"must be at least {least}")
+    if not v.rope_theta > 1:
+        _refuse("vision_config.rope_theta", v.rope_theta, "must be greater than 1")
     if v.num_hidden_layers and v.hidden_size % (v.num_attention_heads * 4):
         _refuse("vision_config.hidden_size", v.hidden_size,
                 "head dimension must divide by 4 for the two-dimensional rotation")
-    if v.num_hidden_layers and not 0 <= c.image_token_id < c.vocab_size:
+    if not (0 if v.num_hidden_layers else -1) <= c.image_token_id < c.vocab_size:
+        rule = f"must be an id below vocab_size {c.vocab_size}"
         _refuse("image_token_id", c.image_token_id,
-                f"must be an id below vocab_size {c.vocab_size}")
+                rule if v.num_hidden_layers else f"{rule}, or -1 for none")

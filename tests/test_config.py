@@ -1,7 +1,9 @@
 """Parsing, validation and what is derived from the released config."""
 
 import copy
+import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,22 @@ def test_both_spellings_of_yarn_and_of_the_engram_pad():
     ({"dspark_target_layer_ids": [37, 38, 40]}, "needs layers in 0..39"),
     ({"pad_token_id": 2, "vocab_size": 100}, "below vocab_size 100"),
     ({"hc_eps": True}, "hc_eps is True: must be a number"),
+    ({"hc_eps": math.nan}, "hc_eps is nan: must be a finite number"),
+    ({"routed_scaling_factor": math.inf}, "routed_scaling_factor is inf: must be a finite number"),
+    ({"rope_theta": -math.inf}, "rope_theta is -inf: must be a finite number"),
+    ({"swiglu_limit": 10**400}, "0: must be a finite number"),
+    ({"engram_layer_ids": [], "engram_max_ngram_size": 1}, "engram_max_ngram_size is 1: must be"),
+    ({"engram_layer_ids": [], "engram_max_ngram_size": 0}, "engram_max_ngram_size is 0: must be"),
+    ({"rope_theta": 1.0}, "rope_theta is 1.0: must be greater than 1"),
+    ({"compress_rope_theta": 1}, "compress_rope_theta is 1.0: must be greater than 1"),
+    ({"compress_rope_theta": 0.5}, "compress_rope_theta is 0.5: must be greater than 1"),
+    ({"rope_scaling": {"type": ["yarn"]}}, "rope_scaling has type [\"['yarn']\"]: only 'yarn'"),
+    ({"rope_scaling": {"type": "yarn", "rope_type": {}}}, "only 'yarn' is known"),
+    ({"rope_scaling": {"type": "yarn", "beta_slow": 0}}, "rope_scaling.beta_slow is 0.0: must be"),
+    ({"rope_scaling": {"type": "yarn", "beta_fast": -1}}, "rope_scaling.beta_fast is -1.0: must"),
+    ({"rope_scaling": {"type": "yarn", "beta_fast": 2, "beta_slow": 3}},
+     "rope_scaling.beta_fast is 2.0: must be at least rope_scaling.beta_slow 3.0"),
+    ({"rope_scaling": {"type": "yarn", "factor": math.nan}}, "rope_scaling.factor is nan: must"),
 ])
 def test_refusals_name_field_value_and_rule(text, said):
     with pytest.raises(ConfigError) as error:
@@ -140,6 +158,47 @@ def test_other_top_level_refusals(tmp_path):
     raw["vision_config"]["max_wh_ratio"] = 4
     with pytest.raises(ConfigError, match="max_wh_ratio is 4"):
         ModelConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize(("vision", "said"), [
+    ({"num_attention_heads": 0}, "vision_config.num_attention_heads is 0: must be at least 1"),
+    ({"num_attention_heads": -4}, "vision_config.num_attention_heads is -4"),
+    ({"num_hidden_layers": -1}, "vision_config.num_hidden_layers is -1: must be at least 0"),
+    ({"patch_size": -14}, "vision_config.patch_size is -14"),
+    ({"num_hidden_layers": 0, "max_image_tokens": -1}, "vision_config.max_image_tokens is -1"),
+    ({"rope_theta": math.nan}, "vision_config.rope_theta is nan: must be a finite number"),
+    ({"rope_theta": 1}, "vision_config.rope_theta is 1.0: must be greater than 1"),
+])
+def test_vision_numbers_that_cannot_be(vision, said):
+    raw = changed()
+    raw["vision_config"].update(vision)
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_dict(raw)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("layers", [0, 32])
+@pytest.mark.parametrize("id_", [129280, 10**9, -2])
+def test_the_image_id_lies_in_the_vocabulary_with_and_without_vision(layers, id_):
+    raw = changed()
+    raw["vision_config"]["num_hidden_layers"] = layers
+    raw["image_token_id"] = id_
+    with pytest.raises(ConfigError, match=f"image_token_id is {id_}: must be an id below"):
+        ModelConfig.from_dict(raw)
+    raw["image_token_id"] = -1
+    if layers:
+        with pytest.raises(ConfigError, match="image_token_id is -1"):
+            ModelConfig.from_dict(raw)
+    else:
+        assert ModelConfig.from_dict(raw).image_token_id == -1
+
+
+def test_replace_refuses_what_is_not_finite():
+    with pytest.raises(ConfigError, match="hc_eps is nan: must be a finite number"):
+        FLASH.replace(hc_eps=math.nan)
+    scaling = dataclasses.replace(FLASH.rope_scaling, beta_fast=math.inf)
+    with pytest.raises(ConfigError, match="rope_scaling.beta_fast is inf"):
+        FLASH.replace(rope_scaling=scaling)
 
 
 def test_replace_validates_and_save_reads_back(tmp_path):
