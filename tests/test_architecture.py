@@ -1,6 +1,9 @@
 """docs/architecture.md against the code: its table of keys names every tensor, and rightly."""
 
+import ast
+import inspect
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,12 +11,16 @@ import torch
 
 from labkit.checkpoint import layout, storage_of
 from labkit.config import ModelConfig
+from labkit.kernels import reference
+from labkit.model import hyper
 from labkit.model.transformer import Transformer
 
-TEXT = (Path(__file__).resolve().parents[1] / "docs" / "architecture.md").read_text("utf-8")
-# key, code, shape, storage
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+# key, code, symbol, shape, storage
 ROWS = re.findall(
-    r"^\| `([\w.{}]+)` \| (planned|`[\w.]+`) \| \[([^|]*)\] \| ([^|]+) \|", TEXT, re.MULTILINE
+    r"^\| `([\w.{}]+)` \| (planned|`[\w.]+`) \| ([^|]+) \| \[([^|]*)\] \| ([^|]+) \|",
+    TEXT, re.MULTILINE,
 )
 STORAGE = {"fp8_tile": "fp8 tile", "fp8_row": "fp8 row", "fp4_row": "fp4 row"}
 
@@ -37,7 +44,7 @@ def test_every_tensor_of_the_release_has_one_row():
 
 
 def test_storage_is_the_layout_s():
-    told = {row[0]: row[3].strip() for row in ROWS}
+    told = {row[0]: row[4].strip() for row in ROWS}
     for spec in layout(ModelConfig.preset("flash"), "plain"):
         kind = storage_of(spec.name)
         assert told[plain(spec.name)] == STORAGE.get(kind, kind), spec.name
@@ -65,6 +72,24 @@ def test_code_column_names_the_class_and_attribute_that_hold_the_tensor(model):
     assert {key for key, code in told.items() if code != "planned"} == seen
 
 
+def test_symbol_column_names_variables_of_the_code(model):
+    """A symbol is a name in the file of the class, or in one that its formula stands in."""
+    modules = {type(m).__name__: sys.modules[type(m).__module__] for m in model.modules()}
+    formulas = {"hc_": hyper, "attn_sink": reference}
+    for key, code, symbol, *_ in ROWS:
+        if code == "planned":
+            assert symbol == "–", key
+            continue
+        owner, attribute = code.strip("`").split(".")
+        module = next((m for k, m in formulas.items() if attribute.startswith(k)), modules[owner])
+        nodes = list(ast.walk(ast.parse(inspect.getsource(module))))
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        names |= {node.arg for node in nodes if isinstance(node, ast.arg | ast.keyword)}
+        names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        symbols = re.findall(r"`(\w+)`", symbol)
+        assert symbols and set(symbols) <= names, key
+
+
 def test_shapes_in_symbols_are_the_model_s(model):
     c = model.config
     symbols = {
@@ -74,7 +99,7 @@ def test_shapes_in_symbols_are_the_model_s(model):
         "heads": c.engram_n_heads, "q_lora_rank": c.q_lora_rank, "o_lora_rank": c.o_lora_rank,
         "engram_head_dim": c.engram_head_dim,
     }  # fmt: skip
-    shapes = {row[0]: row[2] for row in ROWS}
+    shapes = {row[0]: row[3] for row in ROWS}
     for name, parameter in model.named_parameters():
         values = dict(symbols)
         if "engram" in name:

@@ -1,8 +1,8 @@
 """Manifold-constrained hyper-connections (mHC): C residual streams, mixed at every site.
 
 A site (attention or FFN) reads one vector x = sum_c pre[c] * h[c] and writes its output back
-with `post`, while `comb` mixes the streams among themselves. `comb` is made doubly stochastic
-by Sinkhorn iterations, so mixing neither grows nor shrinks the streams' sum.
+with `post`, while `comb` mixes the streams among themselves. `comb` is made nearly doubly
+stochastic by Sinkhorn iterations, so mixing nearly keeps the streams' sum.
 """
 
 from __future__ import annotations

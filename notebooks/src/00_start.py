@@ -9,10 +9,10 @@
 # **The question of this notebook:** for each new token, what does the model look at,
 # and what does it leave out?
 #
-# You will run a small model that has every mechanism of the large one. It was trained
-# on six novels by Jane Austen and lies in this repository: nothing is downloaded.
-# About 20 minutes. Run the cells in order with Shift+Enter. Where a cell begins with
-# `guess`, put in your own prediction *before* you run the next one.
+# You will run a small model that has every mechanism of the large one's text backbone
+# (not vision, not the draft). It was trained on six novels by Jane Austen and lies in
+# this repository: nothing is downloaded. Run the cells in order with Shift+Enter. Where
+# a cell begins with `guess`, put in your own prediction *before* you run the next one.
 
 # %% id="load"
 import inspect
@@ -333,7 +333,8 @@ print(f"{totals.tensors:,} tensors, {totals.bytes:,} bytes, "
 
 # %% [markdown] id="memory"
 # **Predict.** How many bytes does it keep per token of a long text, all layers
-# together, window aside?
+# together, window aside, when entries and keys are stored packed in FP4? (This package
+# rounds them to FP4 bit for bit, but stores them in the model's dtype.)
 
 # %% id="guess-memory"
 guess = 100_000
