@@ -128,8 +128,12 @@ class Lab:
         """
         if isinstance(ids, str):
             ids = self.encode(ids)
-        if isinstance(patterns, str):
-            raise InputError(f"patterns is {patterns!r}: it must be a list of patterns")
+        if patterns is not None and (
+            not isinstance(patterns, (list, tuple))
+            or not all(isinstance(pattern, str) for pattern in patterns)
+        ):
+            raise InputError(f"patterns is {patterns!r}: it must be a list of strings, e.g. "
+                             "['*.topk_indices']")
         taps = Taps(None if patterns is None else list(patterns))
         count = None if lengths is None else as_ids(lengths, "lengths")
         with torch.no_grad():
@@ -194,6 +198,9 @@ class Lab:
 def model_folder(source: str | Path) -> Path:
     """Where a source's files lie. InputError for neither a preset nor a folder; CheckpointError
     for a preset that has none."""
+    if not isinstance(source, (str, Path)):
+        raise InputError(f"the model to load is {source!r}: name a preset ({', '.join(PRESETS)}) "
+                         "or a folder")
     if str(source) == "flash":
         raise CheckpointError(
             f"the preset flash has no weights here (510 GB): download {RELEASED} and load that "

@@ -1,7 +1,9 @@
 """Named taps: the only source of data for pictures, and a window for tests.
 
 A forward pass calls `taps.put(name, tensor)` where a tensor of interest exists. `Taps` keeps
-what was asked for; nothing is copied or changed, so a tapped run gives the same bits.
+what was asked for; nothing is copied or changed, so a tapped run gives the same bits. Taps of
+a run over a cache may therefore be views of its live state: later passes over that cache can
+change their void entries (behind a row's count or length). Clone what must stay as it is.
 """
 
 from __future__ import annotations

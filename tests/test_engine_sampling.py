@@ -177,3 +177,31 @@ def test_stop_strings_are_checked():
     for bad in ("", ["a", ""], [1]):
         with pytest.raises(InputError, match="at least one character"):
             checked_stops(bad)
+
+
+class OnMps(torch.overrides.TorchFunctionMode):
+    """A device without float64: casting to it is an error until the tensor is on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.moved = False
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        called = [*args, *(kwargs or {}).values()]
+        doubles = function is torch.Tensor.double or torch.float64 in called[1:]
+        if not self.moved and doubles:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        self.moved |= function is torch.Tensor.cpu
+        return function(*args, **(kwargs or {}))
+
+
+def test_logits_are_moved_to_the_cpu_before_they_become_float64():
+    logits = torch.tensor([0.0, 1.0, -2.0])
+    with pytest.raises(TypeError, match="MPS"), OnMps():
+        logits.to("cpu", torch.float64)
+    with OnMps():
+        p = distribution(logits)
+    assert torch.equal(p, torch.softmax(logits.double(), 0))
+    generator = torch.Generator().manual_seed(0)
+    with OnMps():
+        assert sample(torch.tensor([0.0, 1.0]), generator) == 1

@@ -56,7 +56,6 @@ def test_restore_goes_back_exactly_and_as_often_as_wanted(lab):
     session = lab.session()
     session.prefill(ids_of(13))
     saved = session.snapshot()
-    assert saved.length == 13
     first = [session.decode(int(i)) for i in ids_of(9, 1)]
     for other in (2, 3):
         session.restore(saved)
@@ -78,6 +77,23 @@ def test_restore_refuses_what_does_not_fit(lab):
     other.model.config = other.config.replace(index_topk=5)
     with pytest.raises(InputError, match="another config"):
         other.session().restore(lab.session().snapshot())
+
+
+def test_restore_refuses_a_state_of_another_dtype_or_device(lab, tmp_path):
+    half = labkit.load(make_folder(tmp_path / "half"), dtype=torch.bfloat16, device="cpu")
+    assert half.config == lab.config
+    session, twin, source = half.session(), half.session(), lab.session()
+    for each in (session, twin, source):
+        each.prefill(ids_of(7))
+    with pytest.raises(InputError, match="float32 on cpu and the session torch.bfloat16 on cpu"):
+        session.restore(source.snapshot())
+    assert session.length == 7
+    assert torch.equal(session.decode(8), twin.decode(8))
+    saved = lab.session().snapshot()
+    for ring in saved.cache.windows:
+        ring.buffer = ring.buffer.to("meta")
+    with pytest.raises(InputError, match="float32 on meta and the session torch.float32 on cpu"):
+        source.restore(saved)
 
 
 def test_an_interrupted_pass_must_be_restored(lab, monkeypatch):

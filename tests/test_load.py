@@ -309,6 +309,36 @@ def test_ids_that_the_model_cannot_take(lab, ids, said):
     assert said in sentence(error)
 
 
+def test_options_of_another_type_are_refused_in_a_sentence(lab):
+    for call, said in (
+        (lambda: labkit.load(None), "the model to load is None"),
+        (lambda: labkit.load(5), "the model to load is 5"),
+        (lambda: lab.generate("the", 1, stop=5), "stop is 5"),
+        (lambda: lab.generate("the", 1, stop=["a", 5]), "stop holds 5"),
+        (lambda: lab.trace([1, 2], patterns=5), "patterns is 5"),
+        (lambda: lab.trace([1, 2], patterns=[5]), "patterns is [5]"),
+        (lambda: lab.trace([1, 2], patterns="*.q"), "patterns is '*.q'"),
+        (lambda: lab.model([[1, 2]], lengths=[1.9]), "lengths must be whole numbers, got [1.89"),
+        (lambda: lab.model([[1, 2]], lengths=[True]), "lengths must be whole numbers, got [True"),
+        (lambda: lab.model([[1, 2]], lengths=[3]), "lengths must be 1 numbers in 1..2"),
+    ):
+        with pytest.raises(InputError) as error:
+            call()
+        assert said in sentence(error)
+
+
+def test_padding_is_a_length_and_never_an_id(lab):
+    """Whatever lies behind a row's length is not looked at, also not by the range check."""
+    plain = lab.model([[5, 6]]).logits
+    for void in (-1, 10**6, lab.config.pad_token_id, 7):
+        padded = lab.model([[5, 6, void]], lengths=[2]).logits[:, :2]
+        assert torch.equal(padded, lab.model([[5, 6, 0]], lengths=[2]).logits[:, :2])
+        assert torch.allclose(padded, plain, atol=1e-5)
+    for ids, lengths in (([[5, -1, 6]], [2]), ([[5, 6, -1]], None), ([[5, 6], [7, -1]], [1, 2])):
+        with pytest.raises(InputError, match="-1 is outside the vocabulary"):
+            lab.model(ids, lengths=lengths)
+
+
 # ---- devices ---------------------------------------------------------------------------------
 
 

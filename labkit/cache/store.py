@@ -54,6 +54,8 @@ class GlobalStore:
     @staticmethod
     def _room(old: torch.Tensor, length: int) -> torch.Tensor:
         """`old` itself if `length` entries fit, else a copy of at least twice the size."""
+        # A tensor that autograd saw may be needed as it is for the backward pass: writing into
+        # it would spoil the gradient, so it is copied at every append.
         if old.shape[1] >= length and not old.requires_grad:
             return old
         size = max(length, 2 * old.shape[1], 16)

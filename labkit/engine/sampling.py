@@ -45,7 +45,7 @@ def distribution(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0,
     exactly `top_k` remain. InputError for a bad option or logits without a finite largest one.
     """
     Sampling(temperature, top_k, top_p)
-    x = logits.detach().to("cpu", torch.float64)
+    x = logits.detach().cpu().double()      # in this order: an MPS device has no float64
     if x.ndim != 1 or x.numel() == 0:
         raise InputError(f"logits must have shape [V], got {list(x.shape)}")
     largest = x.max()
@@ -74,7 +74,7 @@ def sample(probabilities: torch.Tensor, generator: torch.Generator) -> int:
     The inverse of the cumulative distribution: the first id at which it exceeds the number. An
     id of probability 0 is never drawn.
     """
-    total = probabilities.to(torch.float64).cumsum(0)
+    total = probabilities.cpu().double().cumsum(0)
     drawn = torch.rand((), generator=generator, dtype=torch.float64) * total[-1]
     found = int(torch.searchsorted(total, drawn, right=True))
     if found == total.numel():  # the product was rounded up to the total

@@ -22,11 +22,6 @@ class Snapshot:
 
     cache: Cache
 
-    @property
-    def length(self) -> int:
-        """Tokens that it holds."""
-        return int(self.cache.lengths[0])
-
 
 class Session:
     """What one conversation owns: everything the model remembers of its tokens so far.
@@ -79,6 +74,11 @@ class Session:
         if snapshot.cache.config != self.model.config:
             raise InputError("the snapshot belongs to a model with another config: restore it "
                              "into a session of that model")
+        kept, own = ((t.dtype, t.device) for t in (snapshot.cache.windows[0].buffer,
+                                                   self.cache.windows[0].buffer))
+        if kept != own:
+            raise InputError(f"the snapshot is {kept[0]} on {kept[1]} and the session {own[0]} on "
+                             f"{own[1]}: restore it into a session of the model that it is from")
         self.cache = snapshot.cache.snapshot()
 
     def nbytes(self) -> dict[str, int]:
@@ -106,11 +106,8 @@ def as_ids(values: object, name: str = "ids") -> torch.Tensor:
 def one_thread(wanted: bool = True) -> Iterator[None]:
     """Run the body on one thread of torch, then set the old number again.
 
-    The operations of a small model last microseconds each. Two threads gain little, and while
-    another program keeps the cores busy they wait for each other at every operation. Measured
-    with 19 M parameters on two cores: a step takes 14 ms with one thread and with two, but
-    380 ms with two beside busy programs; a prefill of 500 tokens 0.25 s with one, 0.17 s with
-    two, and 24 s with two beside busy programs.
+    The operations of a small model are so short that several threads gain little, and while
+    another program keeps the cores busy they wait for each other at every operation.
     """
     before = torch.get_num_threads()
     if not wanted or before == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from labkit.errors import InputError
 
@@ -49,6 +49,8 @@ class StopFilter:
 
 def checked_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """One string or several -> a tuple; InputError for an empty string or another type."""
+    if stop is not None and not isinstance(stop, Iterable):
+        raise InputError(f"stop is {stop!r}: it must be a string or a list of strings")
     stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     for one in stops:
         if not isinstance(one, str) or not one:

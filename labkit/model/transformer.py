@@ -71,6 +71,7 @@ class Transformer(nn.Module):
                 vision_token_types: torch.Tensor | None = None) -> Output:
         """ids int64 [B,T], right-padded; lengths [B]: live tokens a row (default T).
 
+        Padding is a length, never an id: what lies behind a row's length may be any number.
         cache: continue the sequences in it (advanced in place); None: a fresh one.
         last_only: logits of each row's last live token only, [B,1,V].
         InputError for ids, lengths, a context or images that the model cannot take.
@@ -123,17 +124,23 @@ class Transformer(nn.Module):
         if T == 0 or B == 0:
             raise InputError("the prompt is empty: give at least one token")
         ids = ids.long()
+        if lengths is None:
+            count = torch.full((B,), T, device=ids.device)
+        else:
+            count = torch.as_tensor(lengths, device=ids.device)
+            if count.is_floating_point() or count.dtype == torch.bool:
+                raise InputError(f"lengths must be whole numbers, got {count.tolist()}")
+            count = count.long()
+            if count.shape != (B,) or int(count.min()) < 1 or int(count.max()) > T:
+                raise InputError(f"lengths must be {B} numbers in 1..{T}, got {count.tolist()}")
+            # The embedding looks padding up too, so it gets an id that exists.
+            padding = torch.arange(T, device=ids.device) >= count[:, None]
+            ids = ids.masked_fill(padding, self.config.pad_token_id)
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.config.vocab_size:
             bad = low if low < 0 else high
             raise InputError(f"token id {bad} is outside the vocabulary "
                              f"0..{self.config.vocab_size - 1}")
-        if lengths is None:
-            count = torch.full((B,), T, device=ids.device)
-        else:
-            count = torch.as_tensor(lengths, device=ids.device).long()
-            if count.shape != (B,) or int(count.min()) < 1 or int(count.max()) > T:
-                raise InputError(f"lengths must be {B} numbers in 1..{T}, got {count.tolist()}")
         if cache is not None and cache.batch != B:
             raise InputError(f"the cache holds {cache.batch} sequences, ids hold {B}")
         past = cache.lengths if cache is not None else torch.zeros_like(count)
