@@ -64,7 +64,7 @@ def load(
         state = read_state(folder, config, dtype)
     # Built without memory, then given the tensors that were read.
     with torch.device("meta"):
-        model = Transformer(config, classes.to(target), kernels, cache_rounding)
+        model = Transformer(config, classes.to(target), kernels, cache_rounding, target)
     names = [name for name, _ in model.named_parameters()]
     not_run = sorted(set(state) - set(names))
     model.load_state_dict({name: state[name].to(target) for name in names}, assign=True)

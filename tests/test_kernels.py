@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
+from golden_model import make_folder
 from helpers import KERNELS
 from hypothesis import given
 from hypothesis import strategies as st
 
+import labkit
+import labkit.lab
 from labkit.errors import InputError
 from labkit.kernels import get, reference
 from labkit.mutants import rules
@@ -24,6 +27,19 @@ def test_every_set_has_every_kernel():
 def test_unknown_kernels_are_refused_by_name():
     with pytest.raises(InputError, match="'fastest'.*reference"):
         get("fastest")
+
+
+def test_auto_depends_on_the_device(monkeypatch, tmp_path):
+    assert get() is get("auto", "cpu") is get("auto", torch.device("cpu")) is get("cpu")
+    for device in ("cuda", "cuda:1", "mps", torch.device("cuda", 0)):
+        assert get("auto", device) is reference
+        assert get("cpu", device) is get("cpu")  # a name is a name
+    folder = make_folder(tmp_path / "model")
+    assert labkit.load(folder, device="cpu").model.kernels is get("cpu")
+    # A model is built on the meta device; the device that it goes to is what counts.
+    monkeypatch.setattr(labkit.lab, "choose_device", lambda *_: torch.device("meta"))
+    assert labkit.load(folder).model.kernels is reference
+    assert labkit.load(folder, kernels="cpu").model.kernels is get("cpu")
 
 
 # ---------------------------------------------------------------------------- select_top
@@ -87,17 +103,39 @@ def test_index_scores_over_many_entries(dtype, of_span):
     assert wrong is None, wrong
 
 
-def test_bf16_index_scores_round_at_each_of_three_places():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_index_scores_round_at_each_of_three_places(dtype):
     made = torch.Generator().manual_seed(2)
-    q, keys, w = (torch.randn(*shape, generator=made).bfloat16()
+    q, keys, w = (torch.randn(*shape, generator=made).to(dtype)
                   for shape in ((1, 600, 8, 32), (1, 800, 32), (1, 600, 8)))
-    dots = torch.relu((q.float().flatten(0, 2) @ keys[0].float().T).bfloat16().view(1, 600, 8, 800))
-    expected = (dots * w[..., None]).float().sum(2).bfloat16()
+    dots = torch.relu((q.float().flatten(0, 2) @ keys[0].float().T).to(dtype).view(1, 600, 8, 800))
+    expected = (dots * w[..., None]).float().sum(2).to(dtype)
     for name in KERNELS:
         found = get(name).index_scores(q, keys, w)
-        assert found.dtype == torch.bfloat16
+        assert found.dtype == dtype
         wrong = rules.equal(f"{name} scores", expected, found, share=0.98)
         assert wrong is None, wrong
+
+
+@pytest.mark.parametrize("dtype, scores_of_span, attention_of_span", [
+    (torch.float32, 1e-5, 1e-5), (torch.bfloat16, 4e-3, 1e-5), (torch.float16, 1e-3, 1e-5),
+], ids=str)
+def test_the_fast_set_is_as_close_as_its_docstring_says(dtype, scores_of_span, attention_of_span):
+    made = torch.Generator().manual_seed(3)
+    B, T, S, W, H, d = 2, 500, 700, 24, 4, 64
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=made).to(dtype)
+
+    scores = randn(B, T, 8, 32), randn(B, S, 32), randn(B, T, 8)
+    selected = torch.randint(-1, S, (B, T, 16), generator=made)
+    attention = (3 * randn(B, T, H, d), randn(B, W + T, d), randn(B, S, d), selected, randn(H),
+                 torch.tensor([0, 40]))
+    for kernel, inputs, of_span in (("index_scores", scores, scores_of_span),
+                                    ("sparse_attention", attention, attention_of_span)):
+        expected, found = (getattr(get(n), kernel)(*inputs).double() for n in KERNELS)
+        wrong = float((expected - found).abs().max() / (expected.max() - expected.min()))
+        assert wrong <= of_span, (kernel, wrong)
 
 
 # ---------------------------------------------------------------------------- sparse_attention

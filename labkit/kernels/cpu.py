@@ -76,7 +76,8 @@ def index_scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> 
         for t in range(0, T, step):
             dots = (q[b, t : t + step].flatten(0, 1) @ columns).relu_()  # [n*Hi,S]
             dots = dots.unflatten(0, (-1, Hi))
-            if q.dtype == torch.bfloat16:  # rounding order is visible: product, weighted, sum
+            # In 16 bits the rounding order is visible: product, weighted product, sum.
+            if q.dtype in (torch.bfloat16, torch.float16):
                 out[b, t : t + step] = (dots * weights[b, t : t + step, :, None]).sum(1)
             else:
                 torch.bmm(weights[b, t : t + step, None], dots, out=out[b, t : t + step, None])

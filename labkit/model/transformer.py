@@ -36,11 +36,15 @@ class Transformer(nn.Module):
     engram_classes: torch.Tensor
 
     def __init__(self, config: ModelConfig, engram_classes: torch.Tensor | None = None,
-                 kernel_set: str = "auto", cache_rounding: bool = True) -> None:
-        """engram_classes: int64 [V], class of every id (`labkit.text.engram_classes`)."""
+                 kernel_set: str = "auto", cache_rounding: bool = True,
+                 device: torch.device | str | None = None) -> None:
+        """engram_classes: int64 [V], class of every id (`labkit.text.engram_classes`).
+
+        device: where it will run, if it is built elsewhere; only `kernel_set` "auto" looks at it.
+        """
         super().__init__()
         self.config = config
-        self.kernels = kernels.get(kernel_set)
+        self.kernels = kernels.get(kernel_set, device or torch.get_default_device())
         self.cache_rounding = cache_rounding
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, role) for role in config.roles)
