@@ -269,7 +269,8 @@ def test_bad_input_is_one_sentence(tmp_path):
     with pytest.raises(InputError, match="exceeds the context"):
         train_preset(tmp_path, "nano", False, steps=1, batch=1, length=5000)
     good = {"steps": 1, "batch": 1, "length": 32}
-    for bad, word in (({"batch": 0}, "batch"), ({"batch": 10**6}, "pieces"), ({"steps": 0}, "steps")):
+    refused = [({"batch": 0}, "batch"), ({"batch": 10**6}, "pieces"), ({"steps": 0}, "steps")]
+    for bad, word in refused:
         with pytest.raises(InputError, match=word):
             train_preset(tmp_path, "nano", False, **{**good, **bad})
     with pytest.raises(CheckpointError, match="labkit train"):

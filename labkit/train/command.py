@@ -85,12 +85,13 @@ def export_run(run: Path, out: Path, preset: str, form: str) -> list[Path]:
     """Weights of a run, with config.json and tokenizer.json, in folder `out`."""
     if form not in ("released", "plain"):
         raise InputError(f"form is {form!r}: choose released or plain")
-    config, _ = preset_tokenizer(preset)
+    config, tokenizer = preset_tokenizer(preset)
     state, facts = read_weights(run)
     if not (run / "log.jsonl").is_file():
         raise CheckpointError(f"{run / 'log.jsonl'} is missing: the log of the run belongs to it")
     try:
-        written = write_checkpoint(out, config, state, form=form, dtype=torch.bfloat16)  # type: ignore[arg-type]
+        written = write_checkpoint(out, config, state, form=form, dtype=torch.bfloat16,  # type: ignore[arg-type]
+                                   engram_digest=tokenizer.digest())
     except CheckpointError as error:
         raise CheckpointError(f"the run in {run} is not one of preset {preset}: {error}") from error
     # How it was made travels with it: the log of the run, its options and length.
