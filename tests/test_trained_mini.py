@@ -1,0 +1,98 @@
+"""The model that ships: it has learnt, and what is written about it is what was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+import labkit
+from labkit.paths import data_dir
+from labkit.text.corpus import load_corpus
+from labkit.text.stats import gzip_bits_per_byte, longest_copied_run, share_of_known_words
+from labkit.train.evaluate import bits_per_byte
+from labkit.train.figures import Figures, Sample, attention_recall, muted_engram
+from labkit.train.record import read_log, training_record
+
+MINI = data_dir() / "mini"
+
+
+@pytest.fixture(scope="module")
+def lab() -> labkit.lab.Lab:
+    return labkit.load("mini")
+
+
+@pytest.fixture(scope="module")
+def figures() -> Figures:
+    raw = json.loads((MINI / "figures.json").read_text(encoding="utf-8"))
+    names = Figures.__dataclass_fields__
+    return Figures(**{k: v for k, v in raw.items() if k in names and k != "samples"},
+                   samples=tuple(Sample(**s) for s in raw["samples"]))
+
+
+def test_all_mechanisms_are_active_inside_the_context(lab):
+    c = lab.config
+    assert {role.kind for role in c.roles} == {"window", "full", "reindex", "reuse"}
+    assert {role.ratio for role in c.roles} == {0, 1, 2} and len(c.engram_layer_ids) == 2
+    context = c.max_position_embeddings
+    assert context // 2 > c.index_topk and context > c.sliding_window  # both selections select
+    assert c.candidate_topk_blocks * c.candidate_block_size < context  # and the pool leaves out
+    assert any(role.uses_candidates for role in c.roles)
+    assert c.encoder_layers == c.num_hidden_layers - c.encoder_layers and c.hc_mult == 4
+
+
+def test_it_fits_the_repository():
+    assert sum(path.stat().st_size for path in MINI.iterdir()) <= 16_000_000
+
+
+def test_it_writes_english_and_does_not_recite(lab):
+    text = "".join(lab.generate(prompt, 100, temperature=0.8, seed=5).text + "\n"
+                   for prompt in ("It was a", "Mr. Knightley had", "The weather"))
+    assert share_of_known_words(text) >= 0.8
+    assert longest_copied_run(text) < 12
+    assert longest_copied_run(load_corpus("train")["emma"][1000:1200]) >= 12  # it would be seen
+
+
+def test_held_out_text_costs_what_the_record_says(lab, figures):
+    """A twelfth of the windows: near the recorded figure, far below gzip and equal odds."""
+    found = bits_per_byte(lab.model, lab.tokenizer, length=1024, stride=512, limit=8)
+    assert found == pytest.approx(figures.bits_per_byte, rel=0.08)
+    assert figures.bits_per_byte < figures.bits_per_byte_gzip - 1.0
+    assert figures.bits_per_byte_gzip == pytest.approx(gzip_bits_per_byte(), rel=0.01)
+
+
+def test_engram_and_the_indexer_have_learnt(lab, figures):
+    assert figures.bits_per_byte_engram_muted > figures.bits_per_byte + 0.02
+    found, chance = attention_recall(lab, rows=1)
+    assert found.keys() == figures.attention_recall.keys()
+    for name, value in found.items():
+        assert value > 1.2 * chance[name], name
+
+
+def test_muting_engram_is_undone(lab):
+    ids = torch.tensor([lab.encode("It is a truth")])
+    before = lab.model(ids).logits
+    with muted_engram(lab):
+        assert not torch.equal(lab.model(ids).logits, before)
+    assert torch.equal(lab.model(ids).logits, before)
+
+
+def test_the_record_is_what_the_measurements_give(lab, figures):
+    wanted = training_record(
+        lab.config, read_log(MINI / "log.jsonl"),
+        json.loads((MINI / "run.json").read_text(encoding="utf-8")), figures,
+        (MINI / "model.safetensors").stat().st_size)
+    assert (MINI / "TRAINING.md").read_text(encoding="utf-8") == wanted
+
+
+def test_the_readme_quotes_the_measurements(figures):
+    readme = (MINI.parents[1] / "README.md").read_text(encoding="utf-8")
+    section = re.search(r"\n## The model in the repository\n(.*?)\n## ", readme, re.S)
+    assert section
+    for value in (figures.bits_per_byte, figures.bits_per_byte_engram_muted,
+                  figures.bits_per_byte_gzip):
+        assert f"{value:.3f}" in section[1]
+    assert f"{figures.parameters:,}" in section[1]
+    assert f"{figures.known_words:.1%}".replace("%", " %") in section[1]
