@@ -209,7 +209,12 @@ class Stop(Exception):
 
 
 def say(text: str) -> None:
-    print("lab: " + text, flush=True)
+    """On standard error, as pip's words: standard output belongs to the command that runs."""
+    print("lab: " + text, file=sys.stderr, flush=True)
+
+
+def pip(command: "list[str]", env: "dict[str, str]") -> int:
+    return subprocess.call(command, cwd=ROOT, env=env, stdout=sys.stderr)
 
 
 def answers(url: str, seconds: float) -> bool:
@@ -283,13 +288,13 @@ def install(python: str, level: str, env: "dict[str, str]") -> None:
         if answers(TORCH_CPU_INDEX + "/torch/", 4.0):
             say("installing PyTorch's CPU build from " + TORCH_CPU_INDEX)
             what = ["--no-deps", "--index-url", TORCH_CPU_INDEX, TORCH]
-            if subprocess.call(pip_install(python, *what), cwd=ROOT, env=env) != 0:
+            if pip(pip_install(python, *what), env) != 0:
                 say("that did not work; taking PyTorch from the package index instead")
         elif choice == "cpu":
             say("PyTorch's own index does not answer; taking PyTorch from the package index")
     say("installing the locked packages" + (" and the test tools" if level == "test" else ""))
     what = ["-c", "requirements.lock", "-e", project_requirement(level)]
-    if subprocess.call(pip_install(python, *what), cwd=ROOT, env=env) != 0:
+    if pip(pip_install(python, *what), env) != 0:
         raise Stop(why_pip_failed())
 
 
