@@ -108,6 +108,8 @@ def generate(
         list[str] | None, typer.Option(help="Text to stop before; may be given several times.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Repeats a run; default: drawn.")] = None,
+    prefill: Annotated[str, typer.Option(
+        help="full, or ced: the decoder reads the prompt's last window only.")] = "full",
     as_json: Annotated[bool, typer.Option("--json", help="Print text, ids and stats.")] = False,
 ) -> None:
     """Continue a text: prints what the model adds as it comes, then a note on standard error.
@@ -131,7 +133,7 @@ def generate(
         typer.echo(f"labkit: {notice.message}", err=True)
     generation = lab.stream(
         prompt, max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop,
-        seed=seed,
+        seed=seed, prefill=prefill,
     )
     shown = 0  # characters; Ctrl-C may come between a token and its printing
     try:

@@ -158,18 +158,16 @@ class Lab:
                         eos_token_id ends it as well
         seed            the same seed gives the same text; None draws one (`.stats.seed`)
         candidates      how many of the likeliest ids each event lists
+        prefill         "full": all layers read the whole prompt; "ced": the decoder reads its
+                        last `sliding_window` ids only, as in production (approximate)
         InputError for whatever the model cannot take, before anything is computed.
         """
-        if prefill not in ("full", "ced"):
-            raise InputError(f"prefill is {prefill!r}: choose 'full'")
-        if prefill == "ced":
-            raise InputError("prefill='ced' is not in this version of labkit: use prefill='full'")
         if speculative:
             raise InputError("speculative=True is not in this version of labkit, which does not "
                              "compute the draft: use speculative=False")
         return Generation(
             self.session(), self.tokenizer, self.encode(prompt), max_new_tokens,
-            Sampling(temperature, top_k, top_p), stop, seed, candidates,
+            Sampling(temperature, top_k, top_p), stop, seed, candidates, prefill,
         )
 
     def generate(self, prompt: str | Sequence[int] | torch.Tensor, max_new_tokens: int = 100,

@@ -41,7 +41,7 @@ class Script:
             logits[..., -self.padding:] = 50.0
         return logits
 
-    def prefill(self, ids, last_only=False):
+    def prefill(self, ids, last_only=False, mode="full"):
         return self._logits()
 
     def decode(self, id_):
@@ -247,8 +247,8 @@ def test_stats_count_and_time(lab):
     ({"temperature": -0.1}, "temperature is -0.1"), ({"top_p": 0}, "top_p is 0"),
     ({"top_k": -2}, "top_k is -2"), ({"seed": -1}, "seed is -1"), ({"seed": 2**63}, "seed"),
     ({"seed": True}, "seed is True"), ({"stop": ""}, "at least one character"),
-    ({"candidates": -1}, "candidates is -1"), ({"prefill": "ced"}, "not in this version"),
-    ({"prefill": "fast"}, "choose 'full'"), ({"speculative": True}, "not in this version"),
+    ({"candidates": -1}, "candidates is -1"),
+    ({"prefill": "fast"}, "choose 'full' or 'ced'"), ({"speculative": True}, "not in this version"),
 ])  # fmt: skip
 def test_bad_options_are_refused_before_anything_is_computed(lab, options, said, monkeypatch):
     def computed(*args, **kwargs):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from labkit.engine.sampling import Sampling, distribution, sample
-from labkit.engine.session import Session, one_thread
+from labkit.engine.session import Session, one_thread, prefill_mode
 from labkit.engine.stopping import StopFilter, checked_stops
 from labkit.errors import InputError
 from labkit.text.tokenizer import Tokenizer
@@ -96,7 +96,7 @@ class Generation:
     def __init__(
         self, session: Session, tokenizer: Tokenizer, prompt: Sequence[int], max_new_tokens: int,
         sampling: Sampling, stop: str | Sequence[str] | None = None, seed: int | None = None,
-        candidates: int = 0,
+        candidates: int = 0, prefill: str = "full",
     ) -> None:
         config = session.model.config
         _check_count("max_new_tokens", max_new_tokens, least=1)
@@ -115,6 +115,7 @@ class Generation:
         self.session, self.tokenizer, self.sampling = session, tokenizer, sampling
         self.prompt, self.max_new_tokens = list(prompt), max_new_tokens
         self.candidates = candidates
+        self.prefill = prefill_mode(prefill)
         # Without a seed one is drawn, and reported, so that any run can be repeated.
         self.seed = secrets.randbits(32) if seed is None else seed
         self.ids: list[int] = []
@@ -134,7 +135,7 @@ class Generation:
 
     def _run(self) -> Iterator[Event]:
         started = time.perf_counter()
-        logits = self.session.prefill(self.prompt, last_only=True)     # [1,1,V]
+        logits = self.session.prefill(self.prompt, True, self.prefill)  # [1,1,V]
         event = self._draw(logits[0, -1])
         self._prefill_seconds = time.perf_counter() - started
         yield event

@@ -42,8 +42,12 @@ class Session:
         """Tokens taken in so far, at most the context (max_position_embeddings)."""
         return int(self.cache.lengths[0])
 
-    def prefill(self, ids: torch.Tensor | Sequence[int], last_only: bool = False) -> torch.Tensor:
+    def prefill(self, ids: torch.Tensor | Sequence[int], last_only: bool = False,
+                mode: str = "full") -> torch.Tensor:
         """Take in ids [T] or [1,T] -> logits [1,T,V] (last_only: [1,1,V]); may be called again.
+
+        mode "ced": the decoder sees the last `sliding_window` ids only, and so do the logits
+        (`Transformer.forward`).
 
         InputError for ids outside the vocabulary, no ids, or more than the context holds; the
         session is then as before.
@@ -53,7 +57,8 @@ class Session:
             raise InputError(f"a session holds one sequence: ids must be [T] or [1,T], got "
                              f"{list(ids.shape)}")
         with torch.no_grad(), one_thread(self._small):
-            return self.model(ids, cache=self.cache, last_only=last_only).logits
+            return self.model(ids, cache=self.cache, last_only=last_only,
+                              ced=prefill_mode(mode) == "ced").logits
 
     def decode(self, id: int | torch.Tensor) -> torch.Tensor:
         """Take in one id -> logits [1,1,V] of what follows it."""
@@ -87,6 +92,13 @@ class Session:
         `reserved` is room that the growing parts hold but have not filled yet.
         """
         return self.cache.nbytes()
+
+
+def prefill_mode(mode: str) -> str:
+    """`mode` itself; InputError if there is no such prefill."""
+    if mode not in ("full", "ced"):
+        raise InputError(f"prefill is {mode!r}: choose 'full' or 'ced'")
+    return mode
 
 
 def as_ids(values: object, name: str = "ids") -> torch.Tensor:

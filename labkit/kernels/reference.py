@@ -24,7 +24,7 @@ def sparse_attention(
     entries   [B,S,d]     compressed KV, or None in a window-only layer
     selected  [B,T,K]     entry numbers, -1 = none
     sink      [H]         logit that only enters the denominator
-    start     [B]         position of the first query
+    start     [B]         position of the first query, counted from the first window key there is
     returns   [B,T,H,d]   weighted values, fp32 or wider, still rotated
     """
     probabilities, values = attention_probabilities(q, window, entries, selected, sink, start)

@@ -49,8 +49,11 @@ class Attention(nn.Module):
         if role.kind in ("full", "reindex"):
             self.indexer = Indexer(c, role)
 
-    def forward(self, x: torch.Tensor, run: Run) -> torch.Tensor:
-        """x [B,T,D] -> [B,T,D]; advances this layer's window and, in a Full layer, its store."""
+    def forward(self, x: torch.Tensor, run: Run, published: bool = False) -> torch.Tensor:
+        """x [B,T,D] -> [B,T,D]; advances this layer's window and, in a Full layer, its store.
+
+        published: `publish` has already stored the entries of these tokens.
+        """
         c, role, name = self.config, self.role, f"layers.{self.role.layer}.attn"
         turns = run.turns(compressed=role.ratio > 0)                    # [B,T,R/2] each
         per_head = (turns[0][:, :, None], turns[1][:, :, None])         # [B,T,1,R/2]
@@ -63,7 +66,7 @@ class Attention(nn.Module):
         kv = run.round(rotate(self.kv_norm(self.wkv(x)), turns), "fp8")  # [B,T,d]
         window = run.cache.windows[role.layer].extend(kv, run.start, run.count)
 
-        if role.kind == "full":
+        if role.kind == "full" and not published:
             self._publish(x, run)
         if role.kind in ("full", "reindex"):
             run.published.selection = self.indexer(x, q_latent, run)
@@ -72,7 +75,8 @@ class Attention(nn.Module):
             entries, selection = run.published.kv, run.published.selection
         run.tap(f"{name}.q", q)
         run.tap(f"{name}.window", window)
-        y = run.kernels.sparse_attention(q, window, entries, selection, self.attn_sink, run.start)
+        y = run.kernels.sparse_attention(q, window, entries, selection, self.attn_sink,
+                                         run.window_start)
         # Keys are values here, so values carry their rotation: turn it back at the query's place.
         y = rotate(y.to(x.dtype), per_head, inverse=True)               # [B,T,H,d]
         y = y.flatten(-2).unflatten(-1, (c.o_groups, -1))               # [B,T,G,H*d/G]

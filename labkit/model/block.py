@@ -36,17 +36,31 @@ class Block(nn.Module):
     def forward(self, h: torch.Tensor, pre: torch.Tensor, run: Run, rows: torch.Tensor | None,
                 blocked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """h [B,T,C,D], pre [B,T,C], rows [B,T,(N-1)*heads] -> the streams and the next `pre`."""
-        c, name = self.config, f"layers.{self.role.layer}"
+        return self.sites(self.enter(h, run, rows, blocked), pre, run)
+
+    def enter(self, h: torch.Tensor, run: Run, rows: torch.Tensor | None,
+              blocked: torch.Tensor) -> torch.Tensor:
+        """The Engram update of the streams, where this layer has one."""
+        name = f"layers.{self.role.layer}"
         run.tap(f"{name}.streams_in", h)
         if self.role.engram:
             assert rows is not None
             h = self.engram(h, rows, blocked, run)
         run.tap(f"{name}.streams_after_engram", h)
+        return h
 
+    def publish(self, h: torch.Tensor, pre: torch.Tensor, run: Run) -> None:
+        """What a Full layer stores of these tokens, without attending: the CED cut."""
+        self.attn._publish(self.attn_norm(collapse(h, pre)), run)
+
+    def sites(self, h: torch.Tensor, pre: torch.Tensor, run: Run,
+              published: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """The attention site, then the FFN site; published: see `Attention.forward`."""
+        c = self.config
         fuse = run.kernels.fuse
         mix = fuse(hyper_mix)(h, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, c)
         x = fuse(collapse)(h, pre)                                      # [B,T,D]
-        h = fuse(expand)(self.attn(self.attn_norm(x), run), h, mix)
+        h = fuse(expand)(self.attn(self.attn_norm(x), run, published), h, mix)
 
         mix2 = fuse(hyper_mix)(h, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, c)
         x = fuse(collapse)(h, mix.pre)

@@ -29,7 +29,9 @@ class Run:
     """One pass of T new tokens in each of B rows over a cache.
 
     start [B]: position of a row's first new token; count [B]: its live new tokens (the rest of
-    T is right padding, masked everywhere).
+    T is right padding, masked everywhere). first [B]: the lowest position whose window keys
+    exist; 0 unless a layer was entered in the middle of a text (`tail`).
+    window_start [B]: `start` counted from there.
     """
 
     config: ModelConfig
@@ -41,6 +43,7 @@ class Run:
     dtype: torch.dtype
     rounding: bool = True                       # cache quantisers on
     taps: Taps | None = None
+    first: torch.Tensor | None = None
     published: Published = field(default_factory=Published)
     _turns: dict[object, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -48,6 +51,20 @@ class Run:
         steps = torch.arange(self.length, device=self.start.device)
         self.positions = self.start[:, None] + steps                    # [B,T]
         self.live = steps < self.count[:, None]                         # [B,T]
+        self.window_start = self.start if self.first is None else self.start - self.first
+
+    def tail(self) -> tuple[Run, torch.Tensor]:
+        """The run of each row's last `sliding_window` tokens, and which columns [B,W] they are.
+
+        A row that is cut has no window keys before its cut; a shorter row is taken whole.
+        """
+        W = self.config.sliding_window
+        kept = self.count.clamp(max=W)
+        cut = self.count - kept                                         # [B] tokens left behind
+        columns = cut[:, None] + torch.arange(W, device=cut.device)     # [B,W]
+        first = torch.where(cut > 0, self.start + cut, 0)
+        return Run(self.config, self.cache, self.kernels, self.start + cut, kept, W, self.dtype,
+                   self.rounding, self.taps, first, self.published), columns
 
     def turns(self, compressed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin) at the tokens' positions, [B,T,R/2]."""

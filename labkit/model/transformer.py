@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +71,8 @@ class Transformer(nn.Module):
 
     def forward(self, ids: torch.Tensor, lengths: torch.Tensor | None = None, *,
                 cache: Cache | None = None, taps: Taps | None = None,
-                last_only: bool = False, pixel_values: torch.Tensor | None = None,
+                last_only: bool = False, ced: bool = False,
+                pixel_values: torch.Tensor | None = None,
                 image_grid_hws: torch.Tensor | None = None,
                 vision_token_types: torch.Tensor | None = None) -> Output:
         """ids int64 [B,T], right-padded; lengths [B]: live tokens a row (default T).
@@ -78,6 +80,10 @@ class Transformer(nn.Module):
         Padding is a length, never an id: what lies behind a row's length may be any number.
         cache: continue the sequences in it (advanced in place); None: a fresh one.
         last_only: logits of each row's last live token only, [B,1,V].
+        ced: the prefill of the causal encoder-decoder. Layers before the last KV source see all
+            tokens, that layer stores the entries of all, and the rest of it and the layers
+            behind it see each row's last `sliding_window` tokens only; logits are of those,
+            [B,W,V]. With T <= W nothing is cut and nothing differs.
         InputError for ids, lengths, a context or images that the model cannot take.
         """
         if any(image is not None for image in (pixel_values, image_grid_hws, vision_token_types)):
@@ -88,16 +94,19 @@ class Transformer(nn.Module):
         run = Run(self.config, cache, self.kernels, cache.lengths, count, ids.shape[1], self.dtype,
                   self.cache_rounding, taps)
         cache.begin()
-        x = self._layers(ids, run)                                      # [B,T,D]
+        x, last = self._layers(ids, run, ced)                           # [B,T,D]
         if last_only:
-            x = torch.take_along_dim(x, (count - 1)[:, None, None], dim=1)
+            x = torch.take_along_dim(x, (last.count - 1)[:, None, None], dim=1)
         logits = F.linear(wide(self.norm(x)), wide(self.head.weight))   # [B,T,V]
         run.tap("logits", logits)
         cache.commit(count)
         return Output(logits)
 
-    def _layers(self, ids: torch.Tensor, run: Run) -> torch.Tensor:
-        """Streams through all layers, then collapsed: [B,T] -> [B,T,D]."""
+    def _layers(self, ids: torch.Tensor, run: Run, ced: bool) -> tuple[torch.Tensor, Run]:
+        """Streams through all layers, then collapsed: [B,T] -> [B,T,D], and the last layer's run.
+
+        After the cut of a CED prefill T is the window.
+        """
         c, cache = self.config, run.cache
         blocked = ~run.live                                             # [B,T]
         rows = None
@@ -109,12 +118,24 @@ class Transformer(nn.Module):
         h = self.embed(ids)[:, :, None].expand(-1, -1, c.hc_mult, -1)    # [B,T,C,D]
         pre = torch.zeros(*ids.shape, c.hc_mult, dtype=wide(h[:1, :1]).dtype, device=ids.device)
         pre[..., 0] = 1.0                                   # the first site reads stream 0
-        for layer, block in enumerate(self.layers):
-            own = None
+        cut = c.encoder_layers if ced and run.length > c.sliding_window else -1
+        for layer, module in enumerate(self.layers):
+            block, own = cast(Block, module), None
             if rows is not None and layer in c.engram_layer_ids:
                 own = rows[:, :, c.engram_layer_ids.index(layer)]
-            h, pre = block(h, pre, run, own, blocked)
-        return collapse(h, pre)
+            if layer != cut:
+                h, pre = block(h, pre, run, own, blocked)
+                continue
+            h = block.enter(h, run, own, blocked)
+            block.publish(h, pre, run)                      # the decoder's global KV, all tokens
+            run, columns = run.tail()
+            h = torch.take_along_dim(h, columns[..., None, None], dim=1)     # [B,W,C,D]
+            pre = torch.take_along_dim(pre, columns[..., None], dim=1)       # [B,W,C]
+            rows = None if rows is None else torch.take_along_dim(
+                rows, columns[..., None, None], dim=1)
+            blocked = ~run.live
+            h, pre = block.sites(h, pre, run, published=True)
+        return collapse(h, pre), run
 
     def _checked(self, ids: torch.Tensor, lengths: torch.Tensor | None,
                  cache: Cache | None) -> tuple[torch.Tensor, torch.Tensor]:
