@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from labkit.viz.picture import STYLE, Picture, Static, table_html
 
 
-class Explorer:
+class Explorer(ABC):
     """Base class: `.view` is the whole, `.figure` the live figure, `.static()` the picture.
 
     A subclass makes its controls, then calls `_build`, and `_tell` after every change.
@@ -18,9 +19,9 @@ class Explorer:
     figure: Any
     view: Any
 
+    @abstractmethod
     def picture(self) -> Picture:
         """What is shown at this moment, as a picture."""
-        raise NotImplementedError
 
     def static(self) -> Static:
         """What is shown at this moment, for places without widgets."""

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         window = run.cache.windows[role.layer].extend(kv, run.start, run.count)
 
         if role.kind == "full" and not published:
-            self._publish(x, run)
+            self.publish(x, run)
         if role.kind in ("full", "reindex"):
             run.published.selection = self.indexer(x, q_latent, run)
         entries = selection = None
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         run.tap(f"{name}.out", out)
         return out
 
-    def _publish(self, x: torch.Tensor, run: Run) -> None:
+    def publish(self, x: torch.Tensor, run: Run) -> None:
         """Compress, round, store, and make this layer's cache the one that is read."""
         name, ratio = f"layers.{self.role.layer}.attn", self.role.ratio
         latent, complete = self.compressor(x, run)                      # [B,G,d], [B]

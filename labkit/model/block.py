@@ -51,7 +51,7 @@ class Block(nn.Module):
 
     def publish(self, h: torch.Tensor, pre: torch.Tensor, run: Run) -> None:
         """What a Full layer stores of these tokens, without attending: the CED cut."""
-        self.attn._publish(self.attn_norm(collapse(h, pre)), run)
+        self.attn.publish(self.attn_norm(collapse(h, pre)), run)
 
     def sites(self, h: torch.Tensor, pre: torch.Tensor, run: Run,
               published: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

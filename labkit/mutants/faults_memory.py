@@ -70,7 +70,7 @@ def stale_index_keys() -> list[Patch]:
                 run.cache.shared_slot = run.published.index_keys
             run.published.index_keys = run.cache.shared_slot
         return publish
-    return method(Attention, "_publish", around)
+    return method(Attention, "publish", around)
 
 
 @mutant("snapshot", "A snapshot shares the compressed entries with the sequence that goes on.",
