@@ -138,13 +138,13 @@ class RadixTree(Generic[V]):
     def discard(self, value: V) -> bool:
         """Remove the mark of that value, and all that only it needed; False if there is none.
 
-        Costs the depth that goes, plus at most the length of two edges that become one.
+        Costs at most the length of a text: an edge may have to be joined with the next.
         """
         node = self._where.pop(value, None)
         if node is None:
             return False
         node.marked, node.value = False, None
-        while node.parent and not node.marked and not node.children:
+        if node.parent and not node.children:    # a leaf goes; what stays branches or is marked
             self._nodes -= 1
             self._tokens -= len(node.edge)
             del node.parent.children[node.edge[0]]
