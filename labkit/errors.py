@@ -19,3 +19,7 @@ class CheckpointError(LabError, ValueError):
 
 class InputError(LabError, ValueError):
     """Ids, lengths, prompts or options that the model cannot take."""
+
+
+class StoreError(LabError):
+    """A store of pages that cannot be opened, read or written, or whose options make no sense."""

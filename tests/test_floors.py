@@ -18,6 +18,7 @@ FLOORS = [
     ["numerics"],
     ["text"],
     ["trace"],
+    ["store"],
     ["cache"],
     ["kernels"],
     ["model"],
