@@ -1,7 +1,7 @@
 """A writer killed at any point loses nothing that it acknowledged, and leaves nothing wrong.
 
 The writers are processes of their own (tests/store_child.py). SIGKILL leaves the system running:
-that data would also outlive a power cut is shown by the order of syncs, in test_store.py.
+that data would also outlive a power cut is shown by the order of syncs, in test_store_disk.py.
 """
 
 import os

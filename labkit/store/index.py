@@ -12,13 +12,13 @@ from typing import NamedTuple
 from labkit.errors import StoreError
 
 FORMAT = "1"
-SCHEMA = """
-CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
-CREATE TABLE pages (key TEXT PRIMARY KEY, meta BLOB, hash TEXT, size INTEGER, stored REAL,
-                    used REAL, turn INTEGER, seal BLOB) WITHOUT ROWID;
-CREATE INDEX pages_hash ON pages (hash);
-CREATE INDEX pages_turn ON pages (turn);
-"""
+SCHEMA = [
+    "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID",
+    "CREATE TABLE pages (key TEXT PRIMARY KEY, meta BLOB, hash TEXT, size INTEGER, stored REAL, "
+    "used REAL, turn INTEGER, seal BLOB) WITHOUT ROWID",
+    "CREATE INDEX pages_hash ON pages (hash)",
+    "CREATE INDEX pages_turn ON pages (turn)",
+]
 COLUMNS = "key, meta, hash, size, stored, used, turn, seal"
 # SQLite's codes for a world that refuses (full, read-only, locked ...), not for a damaged file.
 REFUSED = {
@@ -31,6 +31,9 @@ PATIENCE = 10.0  # seconds to wait while another connection opens, closes or rec
 
 class BrokenIndex(StoreError):
     """The file is no index, or a damaged one."""
+
+    def __init__(self, path: Path, why: object) -> None:
+        super().__init__(f"the index {path} is damaged ({' '.join(str(why).split())})")
 
 
 class Row(NamedTuple):
@@ -75,22 +78,10 @@ class Index:
             with self._telling():
                 if writer:
                     self._prepare(digest)
-                about = dict(self._db.execute("SELECT name, value FROM about"))
+                self._check(digest)
         except BaseException:
             self.close()
             raise
-        found = about.get("digest"), about.get("format")
-        if found == (digest, FORMAT):
-            return
-        self.close()
-        if None in found:
-            raise BrokenIndex(f"the index {path} does not say what it belongs to")
-        if found[1] != FORMAT:
-            raise StoreError(f"the store {path.parent} has format {found[1]}, not {FORMAT}: use "
-                             f"the labkit that made it, or delete the folder")
-        raise StoreError(f"the store {path.parent} holds pages of another model, tokenizer or page "
-                         f"format (digest {found[0]}, not {digest}): name another folder, or "
-                         f"delete this one")
 
     def close(self) -> None:
         with suppress(sqlite3.Error):
@@ -142,10 +133,33 @@ class Index:
         db.execute("PRAGMA synchronous = FULL")  # a commit returns when it is on the disk
         if db.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
             with self.transaction():
-                for statement in SCHEMA.split(";"):
+                for statement in SCHEMA:
                     db.execute(statement)
                 db.executemany("INSERT INTO about VALUES (?, ?)",
                                [("digest", digest), ("format", FORMAT)])
+        # A page beside its place in a tree would never be evicted.
+        found = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+        if found != "ok":
+            raise BrokenIndex(self.path, found)
+
+    def _check(self, digest: str) -> None:
+        folder = self.path.parent
+        schema = {text for (text,) in self._db.execute("SELECT sql FROM sqlite_master")}
+        if not schema:
+            raise StoreError(f"the store {folder} is still being made: try again")
+        about = dict(self._db.execute("SELECT name, value FROM about"))
+        found, version = about.get("digest"), about.get("format")
+        if found is None or version is None:
+            raise BrokenIndex(self.path, "it does not say what it belongs to")
+        if version != FORMAT:
+            raise StoreError(f"the store {folder} has format {version}, not {FORMAT}: use the "
+                             f"labkit that made it, or delete the folder")
+        if found != digest:
+            raise StoreError(f"the store {folder} holds pages of another model, tokenizer or page "
+                             f"format (digest {found}, not {digest}): name another folder, or "
+                             f"delete this one")
+        if schema != set(SCHEMA):  # a flipped bit in a type would change what columns hold
+            raise BrokenIndex(self.path, "its tables are not ours")
 
     # ---- rows ---------------------------------------------------------------------------
 
@@ -200,7 +214,7 @@ class Index:
     def delete(self, key: str) -> None:
         with self._telling():
             if self._db.execute("DELETE FROM pages WHERE key = ?", (key,)).rowcount != 1:
-                raise BrokenIndex(f"the index {self.path} is damaged (a row is out of order)")
+                raise BrokenIndex(self.path, "a row is out of order")
 
     def touch(self, uses: dict[str, tuple[float, int]]) -> None:
         """Note the last use, (time, turn), of each key."""
@@ -229,7 +243,9 @@ class Index:
             code = getattr(error, "sqlite_errorcode", None)
             if code is not None and code & 0xFF in REFUSED:
                 raise StoreError(_refusal(self.path, code & 0xFF, error)) from error
-            raise BrokenIndex(f"the index {self.path} is damaged ({error})") from error
+            raise BrokenIndex(self.path, error) from error
+        except UnicodeDecodeError as error:  # sqlite3 quoted what it had found in the file
+            raise BrokenIndex(self.path, error) from error
 
 
 def _refusal(path: Path, code: int, error: Exception) -> str:
