@@ -107,7 +107,8 @@ def measure(model: Transformer, ids: torch.Tensor,
 
 
 def prefill(model: Transformer, ids: torch.Tensor, mode: str) -> None:
-    model(ids, last_only=True, ced=mode == "ced")
+    tail = model.config.sliding_window if mode == "ced" else None
+    model(ids, last_only=True, tail=tail)
 
 
 if __name__ == "__main__":

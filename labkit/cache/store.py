@@ -1,64 +1,198 @@
-"""The global KV of one Full layer: compressed entries and their index keys, growing."""
+"""The global KV of one Full layer: compressed entries and their index keys, in pages.
+
+A page holds the rows of a fixed number of entries, and sequences share pages: forking one copies
+a list of pages, no rows. Full pages never change; the last page is copied by the first sequence
+that writes into it while another may still read it (copy on write).
+"""
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
+
 import torch
+
+from labkit.errors import InputError
+from labkit.numerics.rows import RowCodec
+
+
+@dataclass
+class Page:
+    """Rows of `entries` consecutive entries: kv [entries, columns], keys [entries, columns]."""
+
+    kv: torch.Tensor
+    keys: torch.Tensor
+
+    def clone(self) -> Page:
+        return Page(self.kv.clone(), self.keys.clone())
 
 
 class GlobalStore:
-    """`kv` [B, S, d] and `index_keys` [B, S, index_head_dim] with room to grow.
+    """Entries of B sequences, row by row; `page_entries` of them in a page.
 
-    `count[b]` entries of row b are filled; what lies behind them is void and never visible.
+    counts[b] entries of row b are filled. Inside a pass the new ones can be read at once; they
+    count when the pass is committed. What lies behind them is void and never visible.
     """
 
-    def __init__(self, batch: int, device: torch.device) -> None:
-        self.count = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._kv: torch.Tensor | None = None
+    def __init__(self, batch: int, page_entries: int, kv: RowCodec, keys: RowCodec,
+                 device: torch.device) -> None:
+        self.page_entries, self.kv_codec, self.key_codec, self.device = (
+            page_entries, kv, keys, device)
+        self.pages: list[list[Page]] = [[] for _ in range(batch)]
+        self.counts = [0] * batch
+        self._shared = [False] * batch          # may another sequence read the last page?
+        self._joint: dict[str, torch.Tensor] = {}
+        self._values: torch.Tensor | None = None
         self._keys: torch.Tensor | None = None
-        self.length = 0  # filled entries of the fullest row
+        self.begin()
 
+    def begin(self) -> None:
+        self._filled = list(self.counts)
+        self._forget_joined()
+
+    def append(self, kv: torch.Tensor, keys: torch.Tensor, first: torch.Tensor,
+               complete: torch.Tensor) -> None:
+        """Store entry first[b]+j of row b for j < complete[b]; kv [B,G,d], keys [B,G,di].
+
+        Both as computed; rounding is the codec's. An entry that is there already stays as it is:
+        a replay that computes it again, from less context, must not touch it.
+        """
+        starts = first.tolist()
+        ends = (first + complete).tolist()
+        if any(end > filled for end, filled in zip(ends, self._filled, strict=True)):
+            kv_rows, key_rows = self.kv_codec.encode(kv), self.key_codec.encode(keys)
+            for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                assert start <= self._filled[b], "entries are missing before the new ones"
+                at = self._filled[b]
+                while at < end:
+                    page, slot = self._page_for(b, at, key_rows)
+                    n = min(end - at, self.page_entries - slot)
+                    page.kv[slot : slot + n] = kv_rows[b, at - start : at - start + n]
+                    page.keys[slot : slot + n] = key_rows[b, at - start : at - start + n]
+                    at += n
+                self._filled[b] = max(self._filled[b], end)
+            self._forget_joined()
+
+    def _page_for(self, b: int, entry: int, like: torch.Tensor) -> tuple[Page, int]:
+        """The page of row b that `entry` goes into, writable, and its place in it."""
+        number, slot = divmod(entry, self.page_entries)
+        pages = self.pages[b]
+        if number == len(pages):
+            # Zeros, since a masked row still enters a product, and NaN times 0 is NaN.
+            pages.append(Page(
+                torch.zeros(self.page_entries, self.kv_codec.columns,
+                            dtype=self.kv_codec.row_dtype, device=self.device),
+                torch.zeros(self.page_entries, self.key_codec.columns,
+                            dtype=self.key_codec.row_dtype, device=self.device)))
+            self._shared[b] = False
+        elif self._shared[b] or pages[number].kv.requires_grad:  # (autograd still needs the old)
+            pages[number] = pages[number].clone()
+            self._shared[b] = False
+        return pages[number], slot
+
+    def commit(self, lengths: list[int], ratio: int) -> None:
+        """The pass has ended and row b is lengths[b] tokens long."""
+        self.counts = [max(before, min(filled, length // ratio)) for before, filled, length
+                       in zip(self.counts, self._filled, lengths, strict=True)]
+        self._forget_joined()
+
+    # ------------------------------------------------------------------ reading
     @property
-    def kv(self) -> torch.Tensor:
-        assert self._kv is not None, "nothing was written yet"
-        return self._kv[:, : self.length]
+    def length(self) -> int:
+        """Entries of the fullest row."""
+        return max(self._filled)
 
-    @property
-    def index_keys(self) -> torch.Tensor:
-        assert self._keys is not None, "nothing was written yet"
-        return self._keys[:, : self.length]
+    def values(self) -> torch.Tensor:
+        """All entries as the model reads them, [B,S,d]."""
+        if self._values is None:
+            self._values = self.kv_codec.decode(self._joined("kv"))
+        return self._values
 
-    def append(self, kv: torch.Tensor, keys: torch.Tensor, fresh: torch.Tensor) -> None:
-        """Write the first `fresh[b]` rows of kv [B,G,d], keys [B,G,di] behind row b's entries."""
-        total = self.count + fresh
-        length = int(total.max())
-        if self._kv is None or self._keys is None:
-            # First write: take the tensors as they are (no copy, and autograd sees through).
-            self._kv, self._keys = kv, keys
-        elif length:
-            self._kv = self._room(self._kv, length)
-            self._keys = self._room(self._keys, length)
-            row, group = (torch.arange(kv.shape[1], device=kv.device) < fresh[:, None]).nonzero(
-                as_tuple=True)
-            slot = self.count[row] + group
-            self._kv[row, slot] = kv[row, group]
-            self._keys[row, slot] = keys[row, group]
-        self.count, self.length = total, length
+    def keys(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Index keys of entries first..last-1, [B,last-first,di]."""
+        last = self.length if last is None else last
+        if (first, last) != (0, self.length):
+            return self.key_codec.decode(self._joined("keys")[:, first:last])
+        if self._keys is None:
+            self._keys = self.key_codec.decode(self._joined("keys"))
+        return self._keys
+
+    def read(self, selection: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Entries that contain the selected ones, [B,n,d], and where they lie there, [B,T,K].
+
+        selection [B,T,K]: entry numbers, -1 = none. Only what is needed is decoded: all entries
+        where many queries select from few of them, else just those that were selected.
+        """
+        B, T, K = selection.shape
+        if self._values is not None or T * K >= self.length:
+            return self.values(), selection
+        rows = self._joined("kv")                                       # [B,S,columns]
+        index = selection.clamp(min=0).reshape(B, T * K, 1).expand(-1, -1, rows.shape[2])
+        place = torch.arange(T * K, device=selection.device).reshape(T, K)
+        return (self.kv_codec.decode(rows.gather(1, index)),
+                torch.where(selection < 0, selection, place))
+
+    def _joined(self, part: str) -> torch.Tensor:
+        """The rows of all pages one after the other, [B,S,columns]; short rows end in zeros."""
+        if part not in self._joint:
+            S, codec = self.length, self.kv_codec if part == "kv" else self.key_codec
+            rows = []
+            for pages, n in zip(self.pages, self._filled, strict=True):
+                parts = [getattr(page, part) for page in pages[: -(-n // self.page_entries)]]
+                if n < S:
+                    parts.append(torch.zeros(S, codec.columns, dtype=codec.row_dtype,
+                                             device=self.device))
+                    if n % self.page_entries:
+                        parts[-2] = parts[-2][: n % self.page_entries]
+                rows.append((torch.cat(parts) if len(parts) != 1 else parts[0])[:S]
+                            if parts else torch.zeros(0, codec.columns, dtype=codec.row_dtype,
+                                                      device=self.device))
+            self._joint[part] = rows[0][None] if len(rows) == 1 else torch.stack(rows)
+        return self._joint[part]
+
+    def _forget_joined(self) -> None:
+        self._joint, self._values, self._keys = {}, None, None
+
+    # ------------------------------------------------------------------ sharing
+    def fork(self) -> GlobalStore:
+        """A copy that shares all pages; each side copies the last one before it writes."""
+        twin = copy.copy(self)
+        twin.pages = [list(pages) for pages in self.pages]
+        twin.counts = list(self.counts)
+        self._shared = [True] * len(self.counts)
+        twin._shared = [True] * len(self.counts)
+        twin.begin()
+        return twin
+
+    def crop(self, counts: list[int]) -> None:
+        """Keep the first counts[b] entries of row b; pages are dropped, none is copied."""
+        for b, count in enumerate(counts):
+            if not 0 <= count <= self.counts[b]:
+                raise InputError(f"cannot crop to {count} entries: there are {self.counts[b]}")
+            kept = -(-count // self.page_entries)
+            if count < self.counts[b] and self.counts[b] >= kept * self.page_entries:
+                self._shared[b] = True          # a page that was full may be in other hands
+            del self.pages[b][kept:]
+            self.counts[b] = count
+        self.begin()
+
+    def adopt(self, row: int, pages: list[Page], count: int) -> None:
+        """Begin an empty row with pages that others hold too, of which `count` entries count."""
+        if self.counts[row] or not 0 <= count <= len(pages) * self.page_entries:
+            raise InputError(f"{count} entries of {len(pages)} pages do not fit an empty row")
+        self.pages[row] = list(pages[: -(-count // self.page_entries)])
+        self.counts[row], self._shared[row] = count, True
+        self.begin()
 
     def nbytes(self) -> list[tuple[str, int, int]]:
         """(part, bytes filled, bytes allocated) of entries and of index keys."""
-        if self._kv is None or self._keys is None:
-            return []
-        return [("global_kv", self.kv.nbytes, self._kv.untyped_storage().nbytes()),
-                ("index_keys", self.index_keys.nbytes, self._keys.untyped_storage().nbytes())]
-
-    @staticmethod
-    def _room(old: torch.Tensor, length: int) -> torch.Tensor:
-        """`old` itself if `length` entries fit, else a copy of at least twice the size."""
-        # A tensor that autograd saw may be needed as it is for the backward pass: writing into
-        # it would spoil the gradient, so it is copied at every append.
-        if old.shape[1] >= length and not old.requires_grad:
-            return old
-        size = max(length, 2 * old.shape[1], 16)
-        new = old.new_zeros(old.shape[0], size, old.shape[2])
-        new[:, : old.shape[1]] = old
-        return new
+        found = []
+        for part, name in (("kv", "global_kv"), ("keys", "index_keys")):
+            filled = allocated = 0
+            for pages, count in zip(self.pages, self.counts, strict=True):
+                for number, page in enumerate(pages):
+                    rows: torch.Tensor = getattr(page, part)
+                    allocated += rows.untyped_storage().nbytes()
+                    filled += rows[: max(0, count - number * self.page_entries)].nbytes
+            found.append((name, filled, allocated))
+        return found

@@ -63,8 +63,9 @@ class Attention(nn.Module):
         q = rotate(q, per_head)                                         # [B,T,H,d]
 
         # One vector per token serves as key and value of every head, rotated and rounded whole.
-        kv = run.round(rotate(self.kv_norm(self.wkv(x)), turns), "fp8")  # [B,T,d]
-        window = run.cache.windows[role.layer].extend(kv, run.start, run.count)
+        kv = rotate(self.kv_norm(self.wkv(x)), turns)                   # [B,T,d]
+        window, start = run.cache.windows[role.layer].take_in(
+            kv, run.start, run.count, run.enter, run.keep)              # [B,W+T,d], [B]
 
         if role.kind == "full" and not published:
             self.publish(x, run)
@@ -72,11 +73,11 @@ class Attention(nn.Module):
             run.published.selection = self.indexer(x, q_latent, run)
         entries = selection = None
         if role.ratio:
-            entries, selection = run.published.kv, run.published.selection
+            assert run.published.entries is not None and run.published.selection is not None
+            entries, selection = run.published.entries.read(run.published.selection)
         run.tap(f"{name}.q", q)
         run.tap(f"{name}.window", window)
-        y = run.kernels.sparse_attention(q, window, entries, selection, self.attn_sink,
-                                         run.window_start)
+        y = run.kernels.sparse_attention(q, window, entries, selection, self.attn_sink, start)
         # Keys are values here, so values carry their rotation: turn it back at the query's place.
         y = rotate(y.to(x.dtype), per_head, inverse=True)               # [B,T,H,d]
         y = y.flatten(-2).unflatten(-1, (c.o_groups, -1))               # [B,T,G,H*d/G]
@@ -85,14 +86,18 @@ class Attention(nn.Module):
         return out
 
     def publish(self, x: torch.Tensor, run: Run) -> None:
-        """Compress, round, store, and make this layer's cache the one that is read."""
-        name, ratio = f"layers.{self.role.layer}.attn", self.role.ratio
+        """Compress, store (which rounds), and make this layer's cache the one that is read."""
+        name, ratio, cache = f"layers.{self.role.layer}.attn", self.role.ratio, run.cache
         latent, complete = self.compressor(x, run)                      # [B,G,d], [B]
-        entries = run.round(rotate(latent, run.group_turns(ratio, latent.shape[1])), "nvfp4")
-        store = run.cache.stores[self.role.layer]
-        store.append(entries, self.indexer.keys(latent, run), complete)
+        entries = rotate(latent, run.group_turns(ratio, latent.shape[1]))
+        store = cache.stores[self.role.layer]
+        store.append(entries, self.indexer.keys(latent, run), run.start // ratio, complete)
         # Published anew in every pass, also when no group was completed: the keys that a step
         # scores against are always the owner's.
-        run.published.kv, run.published.index_keys = store.kv, store.index_keys
-        run.tap(f"{name}.compressed_kv", store.kv)
-        run.tap(f"{name}.index_keys", store.index_keys)
+        run.published.entries = run.published.index_keys = store
+        if cache.stale_index_keys:  # the released reference's fault, on request
+            if cache.shared_slot is None or bool(complete.any()):
+                cache.shared_slot = store
+            run.published.index_keys = cache.shared_slot
+        run.tap(f"{name}.compressed_kv", store.values)
+        run.tap(f"{name}.index_keys", store.keys)

@@ -35,7 +35,8 @@ class Compressor(nn.Module):
         wide_x = wide(x)  # fp32 weights and products, also in a bf16 model
         value, gate = F.linear(wide_x, self.wkv.weight), F.linear(wide_x, self.wgate.weight)
         both = torch.cat([value, gate], dim=-1)                         # [B,T,2d]
-        groups = run.cache.tails[self.layer].extend(both, run.start, run.count)  # [B,G,r,2d]
+        groups = run.cache.tails[self.layer].groups(both, run.start, run.count, run.keep)
+        # [B,G,r,2d]
         value, gate = groups.chunk(2, dim=-1)
         latent = (torch.softmax(gate, dim=2) * value).sum(dim=2)       # [B,G,d]
         complete = (run.start + run.count) // r - run.start // r

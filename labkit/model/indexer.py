@@ -19,6 +19,8 @@ from labkit.model.run import Run
 # A score matrix is [tokens, entries]: at 4,096 x 1M it would be 16 GB, so queries go in chunks
 # whose products (tokens x index heads x entries) stay below this number of elements.
 CHUNK_ELEMENTS = 1 << 24
+# Keys are unpacked for so many entries at a time: all at once, a million would take 0.5 GB.
+KEY_BLOCK = 1 << 16
 
 
 class Indexer(nn.Module):
@@ -33,10 +35,9 @@ class Indexer(nn.Module):
             self.k_norm = RMSNorm(di, config.rms_norm_eps)
 
     def keys(self, latent: torch.Tensor, run: Run) -> torch.Tensor:
-        """Index keys [B,G,di] from the latent [B,G,d] *before* its rotation."""
+        """Index keys [B,G,di], not rounded yet, from the latent [B,G,d] *before* its rotation."""
         key = self.k_norm(self.wk(latent.detach()))
-        key = rotate(key, run.group_turns(self.role.ratio, latent.shape[1]))
-        return run.round(key, "mxfp4")
+        return rotate(key, run.group_turns(self.role.ratio, latent.shape[1]))
 
     def queries(self, x: torch.Tensor, q_latent: torch.Tensor,
                 run: Run) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +61,8 @@ class Indexer(nn.Module):
         run.tap(f"{name}.index_queries", q)
         run.tap(f"{name}.index_weights", weights)
         with torch.no_grad():
-            chunk = max(1, CHUNK_ELEMENTS // max(1, q.shape[0] * q.shape[2] * keys.shape[1]))
+            products = q.shape[0] * q.shape[2] * min(keys.length, KEY_BLOCK)   # of one query
+            chunk = max(1, CHUNK_ELEMENTS // max(1, products))
             parts = [self._select(q[:, t : t + chunk], weights[:, t : t + chunk],
                                   run.positions[:, t : t + chunk], t, run)
                      for t in range(0, q.shape[1], chunk)]
@@ -69,7 +71,7 @@ class Indexer(nn.Module):
         if self.role.publishes_candidates:
             run.published.candidates = torch.cat([p[1] for p in parts], dim=1)
             run.tap(f"{name}.candidates", lambda: self._mask(
-                run.published.candidates, run.positions, keys.shape[1]))
+                run.published.candidates, run.positions, keys.length))
         return selection
 
     def _select(self, q: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, t: int,
@@ -77,8 +79,10 @@ class Indexer(nn.Module):
         """Selection [B,t,K] and pool blocks [B,t,blocks] of a chunk of queries."""
         keys = run.published.index_keys
         assert keys is not None
-        scores = run.kernels.index_scores(q, keys, weights)             # [B,t,S]
-        seen = visible(positions, self.role.ratio, keys.shape[1])
+        parts = [run.kernels.index_scores(q, keys.keys(s, min(s + KEY_BLOCK, keys.length)), weights)
+                 for s in range(0, max(1, keys.length), KEY_BLOCK)]
+        scores = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]   # [B,t,S]
+        seen = visible(positions, self.role.ratio, keys.length)
         scores = scores.masked_fill(~seen, MINUS_INF)
         blocks = scores.new_empty(*scores.shape[:2], 0, dtype=torch.bool)
         if self.role.publishes_candidates:
@@ -86,7 +90,7 @@ class Indexer(nn.Module):
         if self.role.uses_candidates:
             pool = run.published.candidates
             assert pool is not None
-            mask = self._mask(pool[:, t : t + q.shape[1]], positions, keys.shape[1])
+            mask = self._mask(pool[:, t : t + q.shape[1]], positions, keys.length)
             scores = scores.masked_fill(~mask, MINUS_INF)
         return run.kernels.select_top(scores, self.config.index_topk), blocks
 

@@ -7,7 +7,8 @@ from types import ModuleType
 
 import torch
 
-from labkit.cache import Cache
+from labkit.cache import Cache, GlobalStore
+from labkit.cache.recent import take_rows
 from labkit.config import ModelConfig
 from labkit.model.rope import rotation
 from labkit.numerics.blocks import fake_quantize
@@ -18,8 +19,8 @@ from labkit.trace import Taps
 class Published:
     """What the last Full and index source layers left for the layers after them."""
 
-    kv: torch.Tensor | None = None              # [B,S,d]      compressed entries
-    index_keys: torch.Tensor | None = None      # [B,S,di]
+    entries: GlobalStore | None = None          # S compressed entries a row
+    index_keys: GlobalStore | None = None       # where index keys are read: the same store
     selection: torch.Tensor | None = None       # [B,T,K]      entry numbers, -1 = none
     candidates: torch.Tensor | None = None      # [B,T,blocks] True = block is in the pool
 
@@ -29,9 +30,8 @@ class Run:
     """One pass of T new tokens in each of B rows over a cache.
 
     start [B]: position of a row's first new token; count [B]: its live new tokens (the rest of
-    T is right padding, masked everywhere). first [B]: the lowest position whose window keys
-    exist; 0 unless a layer was entered in the middle of a text (`tail`).
-    window_start [B]: `start` counted from there.
+    T is right padding, masked everywhere). enter [B]: the layers of this run are entered at this
+    position, before which no window key of theirs exists; -1 where they go on (`tail`).
     """
 
     config: ModelConfig
@@ -41,9 +41,10 @@ class Run:
     count: torch.Tensor
     length: int                                 # T
     dtype: torch.dtype
-    rounding: bool = True                       # cache quantisers on
+    rounding: bool = True                       # quantisers on
     taps: Taps | None = None
-    first: torch.Tensor | None = None
+    enter: torch.Tensor | None = None
+    keep: bool = False                          # the cache must be able to rewind this pass
     published: Published = field(default_factory=Published)
     _turns: dict[object, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -51,20 +52,22 @@ class Run:
         steps = torch.arange(self.length, device=self.start.device)
         self.positions = self.start[:, None] + steps                    # [B,T]
         self.live = steps < self.count[:, None]                         # [B,T]
-        self.window_start = self.start if self.first is None else self.start - self.first
 
-    def tail(self) -> tuple[Run, torch.Tensor]:
-        """The run of each row's last `sliding_window` tokens, and which columns [B,W] they are.
+    def tail(self, length: int) -> tuple[Run, torch.Tensor]:
+        """The run of each row's last `length` < T tokens, and which columns [B,length] they are.
 
         A row that is cut has no window keys before its cut; a shorter row is taken whole.
         """
-        W = self.config.sliding_window
-        kept = self.count.clamp(max=W)
+        kept = self.count.clamp(max=length)
         cut = self.count - kept                                         # [B] tokens left behind
-        columns = cut[:, None] + torch.arange(W, device=cut.device)     # [B,W]
-        first = torch.where(cut > 0, self.start + cut, 0)
-        return Run(self.config, self.cache, self.kernels, self.start + cut, kept, W, self.dtype,
-                   self.rounding, self.taps, first, self.published), columns
+        columns = cut[:, None] + torch.arange(length, device=cut.device)  # [B,length]
+        enter = torch.where(cut > 0, self.start + cut, -1)
+        p = self.published
+        published = Published(p.entries, p.index_keys, *(
+            None if per_token is None else take_rows(per_token, columns)
+            for per_token in (p.selection, p.candidates)))
+        return Run(self.config, self.cache, self.kernels, self.start + cut, kept, length,
+                   self.dtype, self.rounding, self.taps, enter, self.keep, published), columns
 
     def turns(self, compressed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin) at the tokens' positions, [B,T,R/2]."""
@@ -85,7 +88,7 @@ class Run:
         return self._turns[key]
 
     def round(self, x: torch.Tensor, form: str) -> torch.Tensor:
-        """Quantise and dequantise along the last axis, unless cache rounding is off."""
+        """Quantise and dequantise along the last axis, unless rounding is off."""
         return fake_quantize(x, form) if self.rounding else x
 
     def tap(self, name: str, value: object) -> None:

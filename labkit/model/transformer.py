@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from labkit import kernels
-from labkit.cache import Cache
+from labkit.cache import PAGE_TOKENS, Cache
+from labkit.cache.recent import take_rows
 from labkit.config import ModelConfig
 from labkit.errors import InputError
 from labkit.model.block import Block
@@ -18,7 +20,7 @@ from labkit.model.hyper import collapse
 from labkit.model.norm import RMSNorm
 from labkit.model.run import Run
 from labkit.numerics.precision import wide
-from labkit.text.engram_hash import addresses, next_history
+from labkit.text.engram_hash import addresses
 from labkit.trace import Taps
 
 
@@ -66,12 +68,17 @@ class Transformer(nn.Module):
     def device(self) -> torch.device:
         return self.embed.weight.device
 
-    def new_cache(self, batch: int = 1) -> Cache:
-        return Cache(self.config, batch, self.dtype, self.device)
+    def new_cache(self, batch: int = 1, form: str | None = None, page_tokens: int = PAGE_TOKENS,
+                  stale_index_keys: bool = False) -> Cache:
+        """An empty past. form None: packed, or plain where cache rounding is off (see `Cache`)."""
+        form = form or ("packed" if self.cache_rounding else "plain")
+        return Cache(self.config, batch, self.dtype, self.device, form, self.cache_rounding,
+                     page_tokens, stale_index_keys)
 
     def forward(self, ids: torch.Tensor, lengths: torch.Tensor | None = None, *,
                 cache: Cache | None = None, taps: Taps | None = None,
-                last_only: bool = False, ced: bool = False,
+                last_only: bool = False, tail: int | None = None, cut: str = "inside",
+                keep: bool = False,
                 pixel_values: torch.Tensor | None = None,
                 image_grid_hws: torch.Tensor | None = None,
                 vision_token_types: torch.Tensor | None = None) -> Output:
@@ -80,61 +87,85 @@ class Transformer(nn.Module):
         Padding is a length, never an id: what lies behind a row's length may be any number.
         cache: continue the sequences in it (advanced in place); None: a fresh one.
         last_only: logits of each row's last live token only, [B,1,V].
-        ced: the prefill of the causal encoder-decoder. Layers before the last KV source see all
-            tokens, that layer stores the entries of all, and the rest of it and the layers
-            behind it see each row's last `sliding_window` tokens only; logits are of those,
-            [B,W,V]. With T <= W nothing is cut and nothing differs.
+        tail: None, all layers see all tokens. Else this is a prefill of the causal
+            encoder-decoder: layers before the last KV source see all tokens, that layer stores
+            the entries of all, and what is left of it and the layers behind it see each row's
+            last `tail` tokens only; logits are of those, [B,tail,V]. With T <= tail nothing is
+            cut and nothing differs. 0: no token goes further (an earlier part of a prompt).
+        cut: where the tail begins: "inside" the last KV source, or "after" it (that layer then
+            sees all tokens).
+        keep: remember enough for `cache.rewind` to take back some of these tokens.
         InputError for ids, lengths, a context or images that the model cannot take.
         """
         if any(image is not None for image in (pixel_values, image_grid_hws, vision_token_types)):
             raise InputError("this version of labkit does not see images: leave out pixel_values, "
                              "image_grid_hws and vision_token_types")
         ids, count = self._checked(ids, lengths, cache)
-        cache = cache if cache is not None else self.new_cache(ids.shape[0])
-        run = Run(self.config, cache, self.kernels, cache.lengths, count, ids.shape[1], self.dtype,
-                  self.cache_rounding, taps)
+        if tail is not None and (keep or tail < 0):
+            raise InputError(f"tail is {tail}: it must be 0 or more" if tail < 0 else
+                             "keep goes with a pass of all layers: leave out tail")
+        if cut not in ("inside", "after"):
+            raise InputError(f"cut is {cut!r}: choose 'inside' or 'after' (the last KV source)")
+        if cache is None:  # thrown away after this pass: not worth packing, and one page will do
+            cache = self.new_cache(ids.shape[0], "plain", math.lcm(
+                *(r.ratio for r in self.config.roles if r.kind == "full")) * ids.shape[1])
         cache.begin()
-        x, last = self._layers(ids, run, ced)                           # [B,T,D]
-        if last_only:
+        run = Run(self.config, cache, self.kernels, cache.lengths, count, ids.shape[1], self.dtype,
+                  self.cache_rounding, taps, keep=keep)
+        x, last = self._layers(ids, run, tail, cut)                     # [B,T,D]
+        if last_only and last.length:
             x = torch.take_along_dim(x, (last.count - 1)[:, None, None], dim=1)
         logits = F.linear(wide(self.norm(x)), wide(self.head.weight))   # [B,T,V]
         run.tap("logits", logits)
-        cache.commit(count)
+        cache.commit(ids, count, keep)
         return Output(logits)
 
-    def _layers(self, ids: torch.Tensor, run: Run, ced: bool) -> tuple[torch.Tensor, Run]:
+    def _layers(self, ids: torch.Tensor, run: Run, tail: int | None,
+                cut: str) -> tuple[torch.Tensor, Run]:
         """Streams through all layers, then collapsed: [B,T] -> [B,T,D], and the last layer's run.
 
-        After the cut of a CED prefill T is the window.
+        After the cut of a CED prefill T is the tail.
         """
         c, cache = self.config, run.cache
         blocked = ~run.live                                             # [B,T]
         rows = None
         if c.engram_layer_ids:
-            history = cache.classes
+            # What stands behind a row's length, or is blocked, has no class.
+            new = self.engram_classes[ids].masked_fill(blocked, -1)     # [B,T]
+            both = cache.look_back.extend(new, run.start, run.count, run.keep)
+            history = both[:, : c.engram_max_ngram_size - 1]
             rows = addresses(c, self.engram_classes, ids, blocked, history)  # [B,T,L,(N-1)*heads]
-            cache.classes = next_history(c, self.engram_classes, ids, run.count, blocked, history)
             run.tap("engram_hash_ids", rows)
         h = self.embed(ids)[:, :, None].expand(-1, -1, c.hc_mult, -1)    # [B,T,C,D]
         pre = torch.zeros(*ids.shape, c.hc_mult, dtype=wide(h[:1, :1]).dtype, device=ids.device)
         pre[..., 0] = 1.0                                   # the first site reads stream 0
-        cut = c.encoder_layers if ced and run.length > c.sliding_window else -1
+        cut_layer = len(self.layers)
+        if tail is not None and run.length > tail:
+            cut_layer = c.encoder_layers
         for layer, module in enumerate(self.layers):
             block, own = cast(Block, module), None
             if rows is not None and layer in c.engram_layer_ids:
                 own = rows[:, :, c.engram_layer_ids.index(layer)]
-            if layer != cut:
+            if layer != cut_layer:
                 h, pre = block(h, pre, run, own, blocked)
                 continue
-            h = block.enter(h, run, own, blocked)
-            block.publish(h, pre, run)                      # the decoder's global KV, all tokens
-            run, columns = run.tail()
-            h = torch.take_along_dim(h, columns[..., None, None], dim=1)     # [B,W,C,D]
-            pre = torch.take_along_dim(pre, columns[..., None], dim=1)       # [B,W,C]
-            rows = None if rows is None else torch.take_along_dim(
-                rows, columns[..., None, None], dim=1)
-            blocked = ~run.live
-            h, pre = block.sites(h, pre, run, published=True)
+            assert tail is not None
+            if cut == "after":
+                h, pre = block(h, pre, run, own, blocked)
+            else:
+                h = block.enter(h, run, own, blocked)
+                block.publish(h, pre, run)                  # the decoder's global KV, all tokens
+            last, columns = run.tail(tail)
+            if tail == 0:
+                for ring in cache.windows[layer + (cut == "after"):]:
+                    ring.enter(run.start + run.count)
+                return h[:, :0, 0], last
+            run, blocked = last, ~last.live
+            h = take_rows(h, columns)                                   # [B,tail,C,D]
+            pre = take_rows(pre, columns)                               # [B,tail,C]
+            rows = None if rows is None else take_rows(rows, columns)
+            if cut == "inside":
+                h, pre = block.sites(h, pre, run, published=True)
         return collapse(h, pre), run
 
     def _checked(self, ids: torch.Tensor, lengths: torch.Tensor | None,
@@ -168,7 +199,10 @@ class Transformer(nn.Module):
                              f"0..{self.config.vocab_size - 1}")
         if cache is not None and cache.batch != B:
             raise InputError(f"the cache holds {cache.batch} sequences, ids hold {B}")
-        past = cache.lengths if cache is not None else torch.zeros_like(count)
+        past = torch.zeros_like(count)
+        if cache is not None:
+            cache.settle()
+            past = cache.lengths
         longest = int((past + count).max())
         if longest > self.config.max_position_embeddings:
             raise InputError(

@@ -97,7 +97,7 @@ def snapshot() -> str | None:
     with torch.no_grad():
         first = model.new_cache()
         model(ids[:, :13], cache=first)
-        caches = [first, first.snapshot()]
+        caches = [first, first.fork()]
         for piece in (slice(13, 17), slice(17, 18), slice(18, 26)):
             for branch, text in enumerate((ids, other)):
                 found[branch].append(model(text[:, piece], cache=caches[branch]).logits)

@@ -222,7 +222,7 @@ def text_restored() -> str | None:
     assert case.unrounded is not None
     with torch.no_grad():
         model(case.ids[:, :21], cache=cache)
-        saved, found = cache.snapshot(), []
+        saved, found = cache.fork(), []
         for piece in (slice(21, 26), slice(26, 27), slice(27, 45)):
             found.append(model(case.ids[:, piece], cache=saved).logits)
             model(case.ids[:, piece].flip(1), cache=cache)
