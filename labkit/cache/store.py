@@ -176,6 +176,11 @@ class GlobalStore:
             self.counts[b] = count
         self.begin()
 
+    def lend_last(self, row: int) -> Page:
+        """The last page of a row for somebody else to read: before writing, this row copies it."""
+        self._shared[row] = True
+        return self.pages[row][-1]
+
     def adopt(self, row: int, pages: list[Page], count: int) -> None:
         """Begin an empty row with pages that others hold too, of which `count` entries count."""
         if self.counts[row] or not 0 <= count <= len(pages) * self.page_entries:
