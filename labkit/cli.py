@@ -110,6 +110,14 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Repeats a run; default: drawn.")] = None,
     prefill: Annotated[str, typer.Option(
         help="full, or ced: the decoder reads the prompt's last window only.")] = "full",
+    halo: Annotated[str, typer.Option(
+        help="With ced: window, or exact (reads enough to equal full).")] = "window",
+    cut: Annotated[str, typer.Option(
+        help="With ced: cut inside the last KV source, or after it.")] = "inside",
+    cache_form: Annotated[str | None, typer.Option(
+        help="How the cache is stored: packed (default), fp8, bf16 or plain.")] = None,
+    chunk: Annotated[int | None, typer.Option(
+        help="Read the prompt in passes of so many tokens; default: in one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, ids and stats.")] = False,
 ) -> None:
     """Continue a text: prints what the model adds as it comes, then a note on standard error.
@@ -120,9 +128,13 @@ def generate(
     Examples:
       labkit generate "It is a truth universally acknowledged" --max-new-tokens 60
       labkit generate "She was" --temperature 0 --stop . --json
+      labkit generate "$(cat letter.txt)" --prefill ced --halo exact --cut after --chunk 512
+      labkit generate "She was" --cache-form fp8
     """
     import json
     import warnings
+
+    from tqdm import tqdm
 
     from labkit.lab import load
 
@@ -133,8 +145,18 @@ def generate(
         typer.echo(f"labkit: {notice.message}", err=True)
     generation = lab.stream(
         prompt, max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop,
-        seed=seed, prefill=prefill,
+        seed=seed, prefill=prefill, halo=halo, cut=cut, cache_form=cache_form, chunk=chunk,
     )
+    passes = 1 if chunk is None else -(-len(generation.prompt) // chunk)
+    bar = tqdm(total=len(generation.prompt), desc="reading", unit=" tokens", leave=False,
+               disable=True if passes == 1 else None)  # None: disabled unless on a terminal
+
+    def read(tokens: int) -> None:
+        bar.update(tokens)
+        if bar.total is not None and bar.n >= bar.total:  # gone before the first word is printed
+            bar.close()
+
+    generation.progress = read
     shown = 0  # characters; Ctrl-C may come between a token and its printing
     try:
         for event in generation:
@@ -142,6 +164,7 @@ def generate(
                 typer.echo(event.text, nl=False)
             shown += len(event.text)
     except KeyboardInterrupt:
+        bar.close()
         generation.interrupt()
         if not as_json:
             typer.echo(generation.text[shown:], nl=False)
@@ -303,6 +326,46 @@ def evaluate(
     figures = measure(load(source), limit=24 if quick else None)
     typer.echo(json.dumps(figures.to_dict(), ensure_ascii=False) if as_json
                else figures_text(figures))
+
+
+@app.command(context_settings={
+    # All that follows the name is the benchmark's, --help too.
+    "allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False})
+def bench(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="Which one; without it they are listed.")] = (
+        None),
+) -> None:
+    """Measure something: run a benchmark of the source tree, with its own options.
+
+    What follows the name goes to the benchmark. Benchmarks print; they never fail on a time.
+
+    \b
+    Examples:
+      labkit bench
+      labkit bench cache --help
+      labkit bench cache --quick
+      labkit bench prefill --tokens 512 --parts
+    """
+    import runpy
+    import sys
+
+    from labkit import paths
+
+    found = paths.benchmarks()
+    if name is None:
+        width = max(map(len, found))
+        for known, script in found.items():
+            typer.echo(f"{known:<{width}}  {paths.first_line(script)}")
+        return
+    if name not in found:
+        raise LabError(f"there is no benchmark {name!r}: choose one of {', '.join(found)}")
+    before = sys.argv
+    sys.argv = [f"labkit bench {name}", *context.args]  # what argparse reads
+    try:
+        runpy.run_path(str(found[name]), run_name="__main__")
+    finally:
+        sys.argv = before
 
 
 @app.command()

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from labkit import paths
+from labkit.cache import PAGE_TOKENS
 from labkit.checkpoint.files import find_tensors, stored_engram_digest
 from labkit.checkpoint.reader import read_state
 from labkit.checkpoint.weights import target_dtype
@@ -140,15 +141,28 @@ class Lab:
             self.model(as_ids(ids), count, taps=taps)
         return taps
 
-    def session(self) -> Session:
-        """An empty sequence: `prefill`, `decode`, `snapshot`, `restore`, `nbytes`."""
-        return Session(self.model)
+    def session(self, form: str | None = None, page_tokens: int = PAGE_TOKENS,
+                stale_index_keys: bool = False) -> Session:
+        """An empty sequence: `prefill`, `decode`, `snapshot`, `restore`, `fork`, `crop`, `nbytes`.
+
+        form         how the cache stores its vectors: "packed" (4-bit global KV and index keys,
+                     8-bit windows), "fp8" (rounds the global KV once more), "bf16" (the rounded
+                     values, nothing lost) or "plain" (the model's dtype); None: packed, or plain
+                     where cache rounding is off
+        page_tokens  tokens whose entries share a page of memory; a multiple of every ratio
+        stale_index_keys  a fault of the released reference code, to be looked at: a decode step
+                     that leaves a pair of tokens half full scores another layer's index keys
+        InputError for an unknown form or one that cannot hold the values, and for page_tokens
+        that would cut a group.
+        """
+        return Session(self.model, form, page_tokens, stale_index_keys)
 
     def stream(
         self, prompt: str | Sequence[int] | torch.Tensor, max_new_tokens: int = 100, *,
         temperature: float = 0.8, top_p: float = 0.95, top_k: int = 0,
         stop: str | Sequence[str] | None = None, seed: int | None = None, candidates: int = 0,
-        prefill: str = "full", speculative: bool = False,
+        prefill: str = "full", halo: str = "window", cut: str = "inside",
+        cache_form: str | None = None, chunk: int | None = None, speculative: bool = False,
     ) -> Generation:
         """Write on from a prompt, token by token: iterate over it for `Event`s.
 
@@ -159,15 +173,22 @@ class Lab:
         seed            the same seed gives the same text; None draws one (`.stats.seed`)
         candidates      how many of the likeliest ids each event lists
         prefill         "full": all layers read the whole prompt; "ced": the decoder reads its
-                        last `sliding_window` ids only, as in production (approximate)
+                        end only
+        halo, cut       of prefill "ced": how much of the prompt the decoder reads, "window" (the
+                        last `sliding_window` ids, as in production; approximate) or "exact" (so
+                        many more that the result is that of a full prefill), and whether it
+                        begins "inside" the last KV source or "after" that layer
+        cache_form      how the cache stores its vectors (`session`)
+        chunk           read at most so many ids of the prompt in a pass, which bounds the memory
+                        of a long prompt
         InputError for whatever the model cannot take, before anything is computed.
         """
         if speculative:
             raise InputError("speculative=True is not in this version of labkit, which does not "
                              "compute the draft: use speculative=False")
         return Generation(
-            self.session(), self.tokenizer, self.encode(prompt), max_new_tokens,
-            Sampling(temperature, top_k, top_p), stop, seed, candidates, prefill,
+            self.session(cache_form), self.tokenizer, self.encode(prompt), max_new_tokens,
+            Sampling(temperature, top_k, top_p), stop, seed, candidates, prefill, halo, cut, chunk,
         )
 
     def generate(self, prompt: str | Sequence[int] | torch.Tensor, max_new_tokens: int = 100,

@@ -1,7 +1,8 @@
-"""Where the lab's own data lies: the corpus, the presets' tokenizers, the trained model."""
+"""Where the lab's own files lie: corpus, tokenizers, the trained model, and the benchmarks."""
 
 from __future__ import annotations
 
+import ast
 import os
 from pathlib import Path
 
@@ -31,3 +32,19 @@ def data_dir() -> Path:
         f"No data folder beside or inside {_PACKAGE}; install labkit from its wheel or a clone, "
         "or set LABKIT_DATA to a folder that holds corpus/ and mini/."
     )
+
+
+def benchmarks() -> dict[str, Path]:
+    """Name -> script of every benchmark. LabError without a source tree, which alone has them."""
+    folder = _PACKAGE.parent / "benchmarks"
+    found = {path.stem: path for path in sorted(folder.glob("*.py"))}
+    if not found:
+        raise LabError(f"{folder} holds no benchmarks: they belong to the source tree and not to "
+                       "an installed package, so run this in a clone of the repository.")
+    return found
+
+
+def first_line(script: Path) -> str:
+    """The first line of a script's docstring, without running it."""
+    text = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0]

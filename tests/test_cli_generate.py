@@ -248,3 +248,81 @@ def test_inspect_refuses_in_one_sentence(words, said):
 def test_inspect_names_a_tensor_like_the_one_asked_for(folder):
     result = inspect(folder, "--tensor", "layers.0.attn_sink")
     assert_refused(result, "layers.0.attn.attn_sink")
+
+
+# ---- the cache's options ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("words", "options"), [
+    (["--prefill", "ced"], {"prefill": "ced"}),
+    (["--prefill", "ced", "--halo", "exact", "--cut", "after"],
+     {"prefill": "ced", "halo": "exact", "cut": "after"}),
+    (["--cache-form", "fp8"], {"cache_form": "fp8"}),
+    (["--chunk", "7"], {"chunk": 7}),
+])  # fmt: skip
+def test_cache_options_arrive(folder, words, options):
+    text = "It is a truth universally acknowledged, that a single man"
+    result = generate(folder, text, "--max-new-tokens", "9", "--seed", "1", "--json", *words)
+    wanted = labkit.load(folder).generate(text, 9, seed=1, **options)
+    assert json.loads(result.stdout)["ids"] == list(wanted.ids)
+    assert "reading" not in result.stderr  # standard error is no terminal here
+
+
+def test_each_cache_option_does_something(folder):
+    lab = labkit.load(folder)
+    ids = lab.encode("It is a truth universally acknowledged, that a single man in possession " * 3)
+
+    def first(**options):
+        generation = lab.stream(ids, 1, temperature=0, **options)
+        read = []
+        generation.progress = read.append
+        return next(generation).probability, read, generation.session.cache.form
+
+    full, read, form = first()
+    assert read == [len(ids)] and form == "packed"
+    ced = {first(prefill="ced", cut=cut)[0] for cut in ("inside", "after")}
+    assert len(ced | {full}) == 3
+    exact = first(prefill="ced", halo="exact")[0]
+    assert abs(exact - full) < 1e-3 * full and exact not in ced
+    assert first(cache_form="fp8")[2] == "fp8" and first(cache_form="fp8")[0] != full
+    chunked, read, _ = first(chunk=10)
+    assert read == [10] * (len(ids) // 10) + [len(ids) % 10] * (len(ids) % 10 > 0)
+    assert abs(chunked - full) < 1e-2 * full
+    assert not lab.model._forward_hooks
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--halo", "wide"], "halo is 'wide'"),
+    (["--cut", "before"], "cut is 'before'"),
+    (["--cache-form", "int4"], "cache form is 'int4'"),
+    (["--chunk", "0"], "chunk is 0"),
+    (["--prefill", "some"], "prefill is 'some'"),
+])  # fmt: skip
+def test_bad_cache_options_are_one_sentence(folder, words, said):
+    assert_refused(generate(folder, "It", *words), said)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize(("chunk", "shown"), [("8", True), ("4096", False)])
+def test_a_long_prompt_read_in_chunks_shows_its_progress_on_a_terminal(folder, chunk, shown):
+    import termios
+
+    main, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))  # a fresh one has no width, and a bar none either
+    child = subprocess.Popen(
+        [sys.executable, "-m", "labkit", "generate", "It is a truth " * 20, "--model", str(folder),
+         "--max-new-tokens", "3", "--seed", "1", "--chunk", chunk],
+        stdout=subprocess.PIPE, stderr=terminal,
+    )  # fmt: skip
+    os.close(terminal)
+    text, note = child.stdout.read(), b""
+    try:
+        while piece := os.read(main, 4096):
+            note += piece
+    except OSError:  # Linux: the other end has been closed
+        pass
+    os.close(main)
+    assert child.wait(60) == 0
+    assert (b"reading" in note) == shown and b"labkit: 3 tokens" in note
+    assert text.decode() == labkit.load(folder).generate(
+        "It is a truth " * 20, 3, seed=1, chunk=int(chunk)).text + "\n"

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 
+from labkit.engine.replay import decoder_tail
 from labkit.engine.sampling import Sampling, distribution, sample
 from labkit.engine.session import Session, one_thread, prefill_mode
 from labkit.engine.stopping import StopFilter, checked_stops
@@ -91,12 +92,18 @@ class Generation:
     """A running generation; iterate once. `text`, `ids` and `stats` are current at any moment.
 
     All arguments are checked here, before the first token is computed.
+
+    progress: set it before iterating to be told how many tokens of the prompt each pass read
+    (several passes only with a chunk).
     """
+
+    progress: Callable[[int], object] | None = None
 
     def __init__(
         self, session: Session, tokenizer: Tokenizer, prompt: Sequence[int], max_new_tokens: int,
         sampling: Sampling, stop: str | Sequence[str] | None = None, seed: int | None = None,
-        candidates: int = 0, prefill: str = "full",
+        candidates: int = 0, prefill: str = "full", halo: str = "window", cut: str = "inside",
+        chunk: int | None = None,
     ) -> None:
         config = session.model.config
         _check_count("max_new_tokens", max_new_tokens, least=1)
@@ -116,6 +123,12 @@ class Generation:
         self.prompt, self.max_new_tokens = list(prompt), max_new_tokens
         self.candidates = candidates
         self.prefill = prefill_mode(prefill)
+        decoder_tail(config, halo)  # refuses an unknown halo
+        if cut not in ("inside", "after"):
+            raise InputError(f"cut is {cut!r}: choose 'inside' or 'after' (the last KV source)")
+        if chunk is not None:
+            _check_count("chunk", chunk, least=1)
+        self.halo, self.cut, self.chunk = halo, cut, chunk
         # Without a seed one is drawn, and reported, so that any run can be repeated.
         self.seed = secrets.randbits(32) if seed is None else seed
         self.ids: list[int] = []
@@ -135,7 +148,7 @@ class Generation:
 
     def _run(self) -> Iterator[Event]:
         started = time.perf_counter()
-        logits = self.session.prefill(self.prompt, True, self.prefill)  # [1,1,V]
+        logits = self._read_prompt()                                   # [1,1,V]
         event = self._draw(logits[0, -1])
         self._prefill_seconds = time.perf_counter() - started
         yield event
@@ -145,6 +158,18 @@ class Generation:
             event = self._draw(logits[0, -1])
             self._decode_seconds += time.perf_counter() - started
             yield event
+
+    def _read_prompt(self) -> torch.Tensor:
+        report = self.progress
+        # A pass is over when the model returns.
+        hook = None if report is None else self.session.model.register_forward_hook(
+            lambda model, args, output: (report(args[0].shape[-1]), None)[1])
+        try:
+            return self.session.prefill(self.prompt, True, self.prefill, halo=self.halo,
+                                        cut=self.cut, chunk=self.chunk)
+        finally:
+            if hook is not None:
+                hook.remove()
 
     def _draw(self, logits: torch.Tensor) -> Event:
         """Logits [V] -> the next id, its text, and whether it was the last."""
