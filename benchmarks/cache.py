@@ -32,7 +32,7 @@ FORMS = ("packed", "fp8", "bf16")
 TABLES = ("bytes", "packing", "decode", "ced", "forms", "reuse")
 
 EXAMPLES = """examples:
-  labkit bench cache                            every table (about a minute)
+  labkit bench cache                            every table (about two minutes)
   labkit bench cache --quick                    the same with few texts, for a first look
   labkit bench cache --only bytes               bytes a token alone
   labkit bench cache --only ced reuse --texts 24 --hit 768
