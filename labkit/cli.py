@@ -181,16 +181,40 @@ def generate(
 
 @app.command()
 def inspect(
-    source: Annotated[str, typer.Argument(help="A preset or a checkpoint folder.")],
+    source: Annotated[str, typer.Argument(help="A preset, a checkpoint folder, or: cache.")],
     tensor: Annotated[str | None, typer.Option(help="Show this tensor's values.")] = None,
+    model: Annotated[str, typer.Option(help="cache: the model that talks.")] = "mini",
+    turns: Annotated[int, typer.Option(help="cache: turns of the conversation.")] = 6,
+    wait: Annotated[
+        list[float] | None, typer.Option(help="cache: seconds before a turn, in rotation.")
+    ] = None,
+    form: Annotated[str | None, typer.Option(help="cache: packed, fp8, bf16 or plain.")] = None,
+    replay: Annotated[str, typer.Option(help="cache: bounded or exact.")] = "bounded",
+    store: Annotated[str | None, typer.Option(help="cache: folder for the disk tier.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="cache: print the timeline.")] = False,
 ) -> None:
     """List what a checkpoint holds: its numbers, the role of each layer, its tensors.
+
+    With `cache`: play a conversation over held-out text and show its cache, part by part, and
+    turn by turn what was found, read again, evicted. Pauses are simulated.
 
     \b
     Examples:
       labkit inspect flash
       labkit inspect mini --tensor layers.0.attn.attn_sink
+      labkit inspect cache --turns 8 --wait 30 --wait 600
+      labkit inspect cache --store runs/pages --replay exact --json
     """
+    if source == "cache":
+        import json
+
+        from labkit.engine.cache_view import conversation_view, talk
+        from labkit.lab import load
+
+        conversation = talk(load(model), turns, wait or [30.0, 600.0], form, replay, store)
+        typer.echo(json.dumps([turn.to_dict() for turn in conversation.turns], ensure_ascii=False)
+                   if as_json else conversation_view(conversation))
+        return
     from labkit.checkpoint.files import find_tensors
     from labkit.config import PRESETS, ModelConfig
     from labkit.engine.inspection import describe, read_tensor, tensor_report

@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 import torch
 
 from labkit import paths
-from labkit.cache import PAGE_TOKENS
 from labkit.checkpoint.files import find_tensors, stored_engram_digest
 from labkit.checkpoint.reader import read_state
 from labkit.checkpoint.weights import target_dtype
 from labkit.config import PRESETS, ModelConfig
 from labkit.engine.generate import Generation, Result
+from labkit.engine.prefix_cache import PrefixCache
 from labkit.engine.sampling import Sampling
 from labkit.engine.session import Session, as_ids
 from labkit.errors import CheckpointError, ConfigError, InputError
@@ -141,7 +141,7 @@ class Lab:
             self.model(as_ids(ids), count, taps=taps)
         return taps
 
-    def session(self, form: str | None = None, page_tokens: int = PAGE_TOKENS,
+    def session(self, form: str | None = None, page_tokens: int | None = None,
                 stale_index_keys: bool = False) -> Session:
         """An empty sequence: `prefill`, `decode`, `snapshot`, `restore`, `fork`, `crop`, `nbytes`.
 
@@ -156,6 +156,10 @@ class Lab:
         that would cut a group.
         """
         return Session(self.model, form, page_tokens, stale_index_keys)
+
+    def prefix_cache(self, **options: Any) -> PrefixCache:
+        """A `labkit.engine.prefix_cache.PrefixCache` of this model, with its options."""
+        return PrefixCache(self.model, **options)
 
     def stream(
         self, prompt: str | Sequence[int] | torch.Tensor, max_new_tokens: int = 100, *,

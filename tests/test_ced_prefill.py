@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -27,16 +29,18 @@ def tail_of_a_full_pass(model, ids, after, monkeypatch):
     source on the kernel is told that no window key before the cut exists."""
     c = model.config
     cut = ids.shape[1] - c.sliding_window
-    plain = Attention.forward
+    plain, kernels = Attention.forward, model.kernels
+
+    def cut_off(q, window, entries, selected, sink, start):
+        return kernels.sparse_attention(q, window, entries, selected, sink, start - cut)
 
     def forward(self, x, run, published=False):
-        before = run.window_start
         if self.role.layer >= c.encoder_layers and x.shape[1] > 1:
-            run.window_start = run.start - cut
+            run.kernels = SimpleNamespace(**{**vars(kernels), "sparse_attention": cut_off})
         try:
             return plain(self, x, run, published)
         finally:
-            run.window_start = before
+            run.kernels = kernels
 
     cache = model.new_cache()
     with monkeypatch.context() as patch, torch.no_grad():
@@ -55,7 +59,7 @@ def test_the_tail_and_what_follows_equal_a_pass_with_cut_windows(kernels, length
     expected, _ = tail_of_a_full_pass(model, prompt, after, monkeypatch)
     cache = model.new_cache()
     with torch.no_grad():
-        found = [model(prompt, cache=cache, ced=True).logits]
+        found = [model(prompt, cache=cache, tail=model.config.sliding_window).logits]
         found += [model(i, cache=cache).logits for i in after.split(1, dim=1)]
     found = torch.cat(found, dim=1)
     assert found.shape == expected.shape
@@ -68,11 +72,12 @@ def test_a_prompt_within_the_window_is_bit_identical(length):
     ids = random_ids(model.config, length, 1, seed=length)
     caches = [model.new_cache() for _ in range(2)]
     with torch.no_grad():
-        full, ced = (model(ids, cache=cache, ced=ced).logits
-                     for cache, ced in zip(caches, (False, True), strict=True))
+        full, ced = (model(ids, cache=cache, tail=tail).logits
+                     for cache, tail in zip(caches, (None, model.config.sliding_window),
+                                            strict=True))
     assert torch.equal(full, ced)
     for a, b in zip(caches[0].windows, caches[1].windows, strict=True):
-        assert torch.equal(a.buffer, b.buffer)
+        assert torch.equal(a.rows, b.rows)
 
 
 def test_global_entries_and_encoder_windows_are_those_of_a_full_prefill():
@@ -81,16 +86,17 @@ def test_global_entries_and_encoder_windows_are_those_of_a_full_prefill():
     caches = [model.new_cache() for _ in range(2)]
     with torch.no_grad():
         for cache, ced in zip(caches, (False, True), strict=True):
-            model(ids, cache=cache, ced=ced)
+            model(ids, cache=cache, tail=model.config.sliding_window if ced else None)
     full, ced = caches
     assert full.stores.keys() == ced.stores.keys() == {2, 4, 6}
     for layer, store in full.stores.items():
-        assert torch.equal(store.kv, ced.stores[layer].kv), layer
-        assert torch.equal(store.index_keys, ced.stores[layer].index_keys), layer
+        assert torch.equal(store.values(), ced.stores[layer].values()), layer
+        assert torch.equal(store.keys(), ced.stores[layer].keys()), layer
     for layer in range(model.config.encoder_layers):
-        assert torch.equal(full.windows[layer].buffer, ced.windows[layer].buffer)
-    assert not torch.equal(full.windows[9].buffer, ced.windows[9].buffer)  # the approximation
-    assert torch.equal(full.lengths, ced.lengths) and torch.equal(full.classes, ced.classes)
+        assert torch.equal(full.windows[layer].rows, ced.windows[layer].rows)
+    assert not torch.equal(full.windows[9].rows, ced.windows[9].rows)  # the approximation
+    assert torch.equal(full.lengths, ced.lengths) and torch.equal(
+        full.look_back.rows, ced.look_back.rows)
 
 
 def test_layers_behind_the_cut_compute_the_last_window_only():
@@ -109,7 +115,7 @@ def test_layers_behind_the_cut_compute_the_last_window_only():
         block.ffn.shared_experts.w1.register_forward_pre_hook(count(f"experts {layer}"))
     model.layers[6].attn.compressor.wkv.register_forward_pre_hook(count("entries 6"))
     with torch.no_grad():
-        model(random_ids(c, T, 1, seed=1), ced=True)
+        model(random_ids(c, T, 1, seed=1), tail=model.config.sliding_window)
     assert seen.pop("entries 6") == T
     for name, tokens in seen.items():
         layer = int(name.split()[1])
@@ -123,9 +129,9 @@ def test_rows_of_different_length_equal_single_rows():
     ids, lengths = random_ids(model.config, 30, 3, seed=8), torch.tensor([30, 5, 17])
     W = model.config.sliding_window
     with torch.no_grad():
-        together = model(ids, lengths, ced=True).logits
+        together = model(ids, lengths, tail=model.config.sliding_window).logits
         for row, length in enumerate(lengths.tolist()):
-            alone = model(ids[row : row + 1, :length], ced=True).logits[0]
+            alone = model(ids[row : row + 1, :length], tail=model.config.sliding_window).logits[0]
             kept = min(length, W)
             difference = (together[row, :kept] - alone[:kept]).abs().max()
             assert difference <= 1e-9 * alone.abs().max(), row
@@ -135,7 +141,8 @@ def test_last_only_is_the_last_row_of_the_tail():
     model = nano()
     ids = random_ids(model.config, 23, 1, seed=2)
     with torch.no_grad():
-        tail, last = (model(ids, ced=True, last_only=only).logits for only in (False, True))
+        tail, last = (model(ids, tail=model.config.sliding_window, last_only=only).logits
+                      for only in (False, True))
     assert tail.shape[1] == model.config.sliding_window
     assert (tail[:, -1:] - last).abs().max() <= 1e-12 * last.abs().max()
 

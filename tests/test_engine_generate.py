@@ -31,7 +31,8 @@ class Script:
 
     def __init__(self, ids, vocab_size=512, context=100, padding=0):
         self.model = SimpleNamespace(config=SimpleNamespace(
-            vocab_size=vocab_size, max_position_embeddings=context, eos_token_id=1))
+            vocab_size=vocab_size, max_position_embeddings=context, eos_token_id=1,
+            sliding_window=8))
         self.ids, self.taken, self.padding = list(ids), [], padding
 
     def _logits(self):
@@ -41,7 +42,7 @@ class Script:
             logits[..., -self.padding:] = 50.0
         return logits
 
-    def prefill(self, ids, last_only=False, mode="full"):
+    def prefill(self, ids, last_only=False, mode="full", **_):
         return self._logits()
 
     def decode(self, id_):

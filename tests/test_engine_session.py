@@ -90,38 +90,54 @@ def test_restore_refuses_a_state_of_another_dtype_or_device(lab, tmp_path):
     assert session.length == 7
     assert torch.equal(session.decode(8), twin.decode(8))
     saved = lab.session().snapshot()
-    for ring in saved.cache.windows:
-        ring.buffer = ring.buffer.to("meta")
+    saved.cache.device = torch.device("meta")
     with pytest.raises(InputError, match="float32 on meta and the session torch.float32 on cpu"):
         source.restore(saved)
 
 
-def test_an_interrupted_pass_must_be_restored(lab, monkeypatch):
+@pytest.mark.parametrize("layer", range(10))
+def test_an_interrupted_pass_changes_nothing(lab, monkeypatch, layer):
     session = lab.session()
-    session.prefill(ids_of(10))
-    saved = session.snapshot()
-    wanted = session.decode(9)
-    session.restore(saved)
-    block = lab.model.layers[5]
+    session.prefill(ids_of(11))
+    twin = session.fork()
 
     def ctrl_c(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(block, "forward", ctrl_c)
-    with pytest.raises(KeyboardInterrupt):
-        session.decode(9)
-    monkeypatch.undo()
-    for call in (lambda: session.decode(9), lambda: session.prefill([9])):
-        with pytest.raises(InputError, match="interrupted.*restore a snapshot or start a new"):
-            call()
-    with pytest.raises(InputError, match="interrupted"):
-        session.snapshot()
-    session.restore(saved)
-    assert torch.equal(session.decode(9), wanted)
+    for ids in (ids_of(1, 3), ids_of(17, 4)):
+        monkeypatch.setattr(lab.model.layers[layer].ffn, "forward", ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            session.prefill(ids)
+        monkeypatch.undo()
+        assert session.length == 11 and session.ids == ids_of(11).tolist()
+        assert session.nbytes()["global_kv"] == twin.nbytes()["global_kv"]
+    for i in ids_of(12, 5).tolist():
+        assert torch.equal(session.decode(i), twin.decode(i))
+
+
+def test_an_interrupt_inside_the_commit_is_finished_later(lab, monkeypatch):
+    """Ctrl-C between two parts: the pass is over, so what is left of it is done by whoever asks."""
+    for part in range(0, 12, 3):
+        session = lab.session()
+        session.prefill(ids_of(11))
+        twin = session.fork()
+        expected = twin.decode(9)
+        parts = list(session.cache._recent())
+        monkeypatch.setattr(parts[part], "commit", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            session.decode(9)
+        monkeypatch.undo()
+        assert session.length == 12 and session.ids[-1] == 9 and expected is not None
+        for i in ids_of(6, 5).tolist():
+            assert torch.equal(session.decode(i), twin.decode(i))
+
+
+def raise_interrupt():
+    raise KeyboardInterrupt
 
 
 def test_bytes_are_those_of_the_cache(lab):
-    session, c = lab.session(), lab.config
+    session, c = lab.session(form="plain"), lab.config
     empty = session.nbytes()
     assert set(empty) == PARTS
     assert empty["global_kv"] == empty["index_keys"] == empty["draft"] == 0

@@ -234,18 +234,18 @@ def test_a_restored_state_continues_as_if_nothing_had_followed(before, other, af
     whole = one_pass(model, ids)["logits"][:, before:]
     cache = model.new_cache()
     one_pass(model, ids[:, :before], cache=cache)
-    saved = cache.snapshot()
+    saved = cache.fork()
     one_pass(model, random_ids(model.config, other, seed=seed + 1), cache=cache)
     found = in_chunks(model, ids[:, before:], after, cache=saved)["logits"]
     assert rules.close("logits", whole, found, rules.FP64) is None
 
 
-def test_an_interrupted_pass_refuses_to_go_on():
+@pytest.mark.parametrize("layer", range(7))
+def test_an_interrupted_pass_changes_nothing(layer):
     model = small()
     ids = random_ids(model.config, 10)
     cache = model.new_cache()
     one_pass(model, ids[:, :4], cache=cache)
-    saved = cache.snapshot()
 
     class Stop(Exception):
         pass
@@ -253,16 +253,12 @@ def test_an_interrupted_pass_refuses_to_go_on():
     def stop(*_):
         raise Stop
 
-    hook = model.layers[3].register_forward_pre_hook(stop)  # layers 0..2 have written already
+    hook = model.layers[layer].ffn.register_forward_pre_hook(stop)  # its attention has written
     with pytest.raises(Stop):
         model(ids[:, 4:], cache=cache)
     hook.remove()
-    with pytest.raises(InputError, match="interrupted"):
-        model(ids[:, 4:], cache=cache)
-    with pytest.raises(InputError, match="interrupted"):
-        cache.snapshot()
     whole = one_pass(model, ids)["logits"][:, 4:]
-    assert rules.close("logits", whole, one_pass(model, ids[:, 4:], cache=saved)["logits"],
+    assert rules.close("logits", whole, one_pass(model, ids[:, 4:], cache=cache)["logits"],
                        rules.FP64) is None
 
 

@@ -22,7 +22,7 @@ from labkit.errors import InputError
 from labkit.numerics.precision import wide
 from labkit.numerics.rows import RowCodec
 
-PAGE_TOKENS = 128  # tokens whose entries share a page, in each store
+PAGE_TOKENS = 128  # tokens whose entries share a page, in each store; or the next multiple of r
 
 
 class Cache:
@@ -35,7 +35,8 @@ class Cache:
 
     form      how rows are stored, one of `labkit.numerics.rows.FORMS`
     rounding  False: cache rounding is off (form "plain" only)
-    page_tokens  tokens whose entries make up a page; a multiple of every ratio
+    page_tokens  tokens whose entries make up a page: a multiple of every ratio, by default 128
+              or the next one
     stale_index_keys  behave as the released reference code does: one slot holds the published
               index keys of whichever Full layer completed a group last, so that a decode step
               that leaves a group unfinished scores another layer's keys
@@ -43,12 +44,15 @@ class Cache:
 
     def __init__(self, config: ModelConfig, batch: int = 1, dtype: torch.dtype = torch.float32,
                  device: torch.device | str = "cpu", form: str = "packed", rounding: bool = True,
-                 page_tokens: int = PAGE_TOKENS, stale_index_keys: bool = False) -> None:
+                 page_tokens: int | None = None, stale_index_keys: bool = False) -> None:
         device = torch.device(device)
         ratios = [role.ratio for role in config.roles if role.kind == "full"]
-        if page_tokens < 1 or page_tokens % math.lcm(*ratios):
-            raise InputError(f"page_tokens is {page_tokens}: it must be a multiple of "
-                             f"{math.lcm(*ratios)}, so that no group of tokens is cut")
+        unit = math.lcm(*ratios)
+        if page_tokens is None:
+            page_tokens = -(-PAGE_TOKENS // unit) * unit
+        if page_tokens < 1 or page_tokens % unit:
+            raise InputError(f"page_tokens is {page_tokens}: it must be a multiple of {unit}, so "
+                             "that no group of tokens is cut")
         self.config, self.dtype, self.device = config, dtype, device
         self.form, self.rounding, self.page_tokens = form, rounding, page_tokens
         self.stale_index_keys = stale_index_keys

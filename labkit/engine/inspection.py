@@ -58,7 +58,7 @@ def config_table(c: ModelConfig) -> str:
         ("vision layers", c.vision.num_hidden_layers),
         ("stored form", "released (quantised)" if c.quantized else f"plain {c.dtype}"),
     ]
-    return _columns([(name, str(value)) for name, value in rows])
+    return columns([(name, str(value)) for name, value in rows])
 
 
 def roles_table(config: ModelConfig) -> str:
@@ -72,7 +72,7 @@ def roles_table(config: ModelConfig) -> str:
             "" if r.index_source is None else str(r.index_source), pool,
             "yes" if r.engram else "",
         ))
-    return _columns(rows)
+    return columns(rows)
 
 
 def tensor_table(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> str:
@@ -87,7 +87,7 @@ def tensor_table(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> str:
                      " x ".join(map(str, shape)) or "scalar", f"{sum(s for _, s in members):,}"))
     everything = [size for members in kinds.values() for _, size in members]
     rows.append((f"{len(everything):,}", "in all", "", "", f"{sum(everything):,}"))
-    return _columns(rows)
+    return columns(rows)
 
 
 def _common_name(names: list[str]) -> str:
@@ -163,7 +163,7 @@ def tensor_report(name: str, value: torch.Tensor, remark: str = "") -> str:
     return "\n".join(lines)
 
 
-def _columns(rows: list[tuple[Any, ...]]) -> str:
+def columns(rows: list[tuple[Any, ...]]) -> str:
     """Rows of strings, each column as wide as its widest cell."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from labkit.cache.blocks import Block, fill, full_blocks, window_state
-from labkit.cache.cache import PAGE_TOKENS, Cache
+from labkit.cache.cache import Cache
 from labkit.cache.radix import RadixTree
 from labkit.cache.tiers import GLOBAL_LIFETIME, WINDOW_LIFETIME, Tiers, WindowPool
 from labkit.engine.replay import drop_windows, replay_start
@@ -69,7 +69,7 @@ class PrefixCache:
                  disk: str | None = None, disk_budget: int = 1 << 30,
                  host_memory: int | None = None, lifetime: float = GLOBAL_LIFETIME,
                  window_lifetime: float = WINDOW_LIFETIME, form: str | None = None,
-                 page_tokens: int = PAGE_TOKENS, replay: str = "bounded",
+                 page_tokens: int | None = None, replay: str = "bounded",
                  clock: Callable[[], float] = time.monotonic,
                  wall: Callable[[], float] = time.time) -> None:
         replay_start(model.config, 0, replay)  # refuses an unknown kind now
@@ -77,8 +77,9 @@ class PrefixCache:
             import psutil
 
             host_memory = psutil.virtual_memory().total
-        self.model, self.replay, self.form, self.page_tokens = model, replay, form, page_tokens
         template = model.new_cache(1, form, page_tokens)
+        self.model, self.replay, self.form = model, replay, form
+        self.page_tokens = template.page_tokens
         self.digest = model_digest(model, template)
         self._pages: RadixTree[str] = RadixTree()
         self._windows: RadixTree[str] = RadixTree()

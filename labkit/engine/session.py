@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from labkit.cache import PAGE_TOKENS, Cache
+from labkit.cache import Cache
 from labkit.engine.replay import decoder_tail, drop_windows, passes, replay_start
 from labkit.errors import InputError
 from labkit.model.transformer import Transformer
@@ -35,7 +35,7 @@ class Session:
     """
 
     def __init__(self, model: Transformer, form: str | None = None,
-                 page_tokens: int = PAGE_TOKENS, stale_index_keys: bool = False) -> None:
+                 page_tokens: int | None = None, stale_index_keys: bool = False) -> None:
         self.model = model
         self.cache = model.new_cache(1, form, page_tokens, stale_index_keys)
         self._small = is_small(model)

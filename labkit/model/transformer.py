@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from labkit import kernels
-from labkit.cache import PAGE_TOKENS, Cache
+from labkit.cache import Cache
 from labkit.cache.recent import take_rows
 from labkit.config import ModelConfig
 from labkit.errors import InputError
@@ -68,7 +68,7 @@ class Transformer(nn.Module):
     def device(self) -> torch.device:
         return self.embed.weight.device
 
-    def new_cache(self, batch: int = 1, form: str | None = None, page_tokens: int = PAGE_TOKENS,
+    def new_cache(self, batch: int = 1, form: str | None = None, page_tokens: int | None = None,
                   stale_index_keys: bool = False) -> Cache:
         """An empty past. form None: packed, or plain where cache rounding is off (see `Cache`)."""
         form = form or ("packed" if self.cache_rounding else "plain")
