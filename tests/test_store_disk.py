@@ -156,17 +156,25 @@ def test_a_broken_index_is_set_aside(tmp_path, ruin):
         assert (tmp_path / f"index.broken-{number}").exists()
 
 
-@pytest.mark.parametrize("change", [
-    "UPDATE sqlite_master SET sql = replace(sql, 'key TEXT', 'key TEXD')",  # keys become numbers
-    "UPDATE sqlite_master SET rootpage = (SELECT rootpage FROM sqlite_master WHERE name = "
-    "'pages_hash') WHERE name = 'pages_turn'",  # rows that would never be evicted
-])
+def alter(folder, old, new, then="SELECT 1"):
+    """Change the text of the index's schema, as flipped bits would, and use it once."""
+    for statement in (f"UPDATE sqlite_master SET sql = replace(sql, '{old}', '{new}')", then):
+        with contextlib.closing(sqlite3.connect(folder / "index.sqlite")) as db, db:
+            db.execute("PRAGMA writable_schema = ON")
+            db.execute(statement)
+
+
+@pytest.mark.parametrize("change", ["type of keys", "type of times", "rows out of turn"])
 def test_an_index_whose_tables_were_altered_is_set_aside(tmp_path, change):
-    with opened(tmp_path) as store:
+    with opened(tmp_path, clock=lambda: 5.0) as store:
         store.put("0", b"page")
-    with contextlib.closing(sqlite3.connect(tmp_path / "index.sqlite")) as db, db:
-        db.execute("PRAGMA writable_schema = ON")
-        db.execute(change)
+    if change == "type of keys":  # they would become numbers
+        alter(tmp_path, "key TEXT", "key TEXD")
+    elif change == "type of times":  # whole ones would become integers
+        alter(tmp_path, "stored REAL", "stored SEAL")
+    else:  # rows would never be evicted, since only the index of turns lacks them
+        alter(tmp_path, "(turn)", "(turn) WHERE 0", "REINDEX pages_turn")
+        alter(tmp_path, "(turn) WHERE 0", "(turn)")
     with pytest.warns(RuntimeWarning, match="starts empty"):
         store = opened(tmp_path)
     with store:
@@ -186,9 +194,27 @@ def test_an_index_that_breaks_while_it_is_open(tmp_path, call, empty):
             db.execute("DROP TABLE pages")
         with pytest.raises(StoreError, match="damaged.*open the store as a writer"):
             reader.get("a")
+        idle = sqlite3.connect(tmp_path / "index.sqlite")
+        idle.execute("SELECT * FROM about").fetchone()
         with pytest.warns(RuntimeWarning, match="starts empty"):
             assert call(store) == empty
+        assert (tmp_path / "index.broken-1-wal").exists()  # idle's, not to be shared with the new
         assert store.put("b", b"page") and store.get("b") == b"page" and store.stats.corrupt == 0
+        idle.close()
+        assert store.get("b") == b"page"
+
+
+def test_a_log_without_its_index_is_not_taken_for_the_new_ones(tmp_path):
+    with opened(tmp_path) as store:
+        store.put("a", b"page")
+        log = (tmp_path / "index.sqlite-wal").read_bytes()
+    (tmp_path / "index.sqlite").unlink()
+    (tmp_path / "index.sqlite-wal").write_bytes(log)
+    with opened(tmp_path) as store:
+        assert len(store) == 0 and store.get("a") is None and files(tmp_path) == []
+        assert store.put("b", b"page")
+    with opened(tmp_path) as store:
+        assert [key for key, _, _ in store.items()] == ["b"]
 
 
 def test_leftovers_of_a_kill_are_swept_and_nothing_else(tmp_path):
@@ -232,6 +258,29 @@ def test_a_put_that_the_system_refuses_changes_nothing(tmp_path, monkeypatch, na
         assert store.get("a") == b"page a" and vars(store.stats)["stored"] == 1
         assert store.put("b", b"page b") and store.get("b") == b"page b"
         assert "a" not in store and store.nbytes == 6 and store.stats.evicted == 1
+
+
+def test_a_put_that_fails_among_its_evictions_changes_nothing(tmp_path, monkeypatch):
+    with opened(tmp_path, budget=4) as store:
+        for key in "abcd":
+            store.put(key, key.encode())
+        store.get("a")
+        stats, names, delete = vars(store.stats).copy(), files(tmp_path), store._index.delete
+
+        def refuse(key):
+            if key == "c":
+                raise StoreError("the disk is full")
+            delete(key)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store._index, "delete", refuse)
+            with pytest.raises(StoreError):
+                store.put("e", b"eee")
+        assert vars(store.stats) == stats and files(tmp_path) == names
+        assert len(store) == store.nbytes == 4
+        assert store.put("e", b"eee")  # a was used last
+        assert [key for key in "abcde" if key in store] == ["a", "e"]
+        assert store.stats.evicted == 3 and store.nbytes == 4
 
 
 def test_an_index_on_a_full_disk(tmp_path):

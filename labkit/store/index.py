@@ -95,10 +95,6 @@ class Index:
                                timeout=PATIENCE, isolation_level=None, check_same_thread=False)
 
     def _write(self) -> sqlite3.Connection:
-        if not self.path.exists():
-            # A log whose index is gone must not be taken for the new one's.
-            for side in ("-wal", "-shm"):
-                _beside(self.path, side).unlink(missing_ok=True)
         with self._telling():
             return self._connect("mode=rwc")
 
@@ -263,7 +259,9 @@ def set_aside(path: Path) -> Path:
     number = 1
     while (target := path.with_name(f"index.broken-{number}")).exists():
         number += 1
-    # The index goes first: one that is left without its log would show old rows.
+    # Log and lock file go too: a reader may still use them, together with the old index. The
+    # index goes first: one that is left without its log would show old rows, while SQLite throws
+    # a log away that is left without its index.
     path.replace(target)
     if (log := _beside(path, "-wal")).exists():
         log.replace(_beside(target, "-wal"))
