@@ -14,7 +14,7 @@ from labkit.mutants.models import random_ids, random_model, small_config
 from labkit.numerics.rows import FORMS, RowCodec
 
 
-def PLAIN(width):
+def plain(width):
     return RowCodec(width, "fp8", "plain", torch.float32, rounding=False)
 
 
@@ -36,7 +36,7 @@ def numbered(T, counts, starts, width):
 
 @given(PASSES, st.integers(1, 7))
 def test_window_ring(passes, W):
-    ring = WindowRing(2, W, PLAIN(3), torch.device("cpu"))
+    ring = WindowRing(2, W, plain(3), torch.device("cpu"))
     start = [0, 0]
     for T, *counts in passes:
         new = numbered(T, counts, start, 3)
@@ -79,7 +79,7 @@ def test_compressor_tail(passes, ratio):
     lambda G: st.tuples(st.just(G), st.integers(0, G), st.integers(0, G))), min_size=1, max_size=8),
     st.integers(1, 5))
 def test_global_store(passes, page):
-    store = GlobalStore(2, page, PLAIN(4), PLAIN(2), torch.device("cpu"))
+    store = GlobalStore(2, page, plain(4), plain(2), torch.device("cpu"))
     kept = [[], []]
     for G, *fresh in passes:
         start = [len(kept[0]), len(kept[1])]
@@ -115,7 +115,7 @@ def test_reading_a_selection_decodes_no_more_than_that():
 
 
 def test_a_pass_that_is_not_committed_leaves_nothing():
-    store = GlobalStore(1, 4, PLAIN(4), PLAIN(2), torch.device("cpu"))
+    store = GlobalStore(1, 4, plain(4), plain(2), torch.device("cpu"))
     old, new = torch.ones(1, 3, 4), torch.full((1, 6, 4), 2.0)
     for values, end in ((old, True), (new, False)):
         store.begin()
@@ -128,7 +128,7 @@ def test_a_pass_that_is_not_committed_leaves_nothing():
 
 
 def test_pages_are_shared_until_somebody_writes():
-    store = GlobalStore(1, 4, PLAIN(4), PLAIN(2), torch.device("cpu"))
+    store = GlobalStore(1, 4, plain(4), plain(2), torch.device("cpu"))
     rows = torch.arange(24.0).reshape(1, 6, 4)
     store.append(rows, rows[..., :2], torch.tensor([0]), torch.tensor([6]))
     store.commit([6], 1)
@@ -145,7 +145,7 @@ def test_pages_are_shared_until_somebody_writes():
 
 
 def test_a_full_page_that_is_cropped_into_is_copied_before_writing():
-    store = GlobalStore(1, 4, PLAIN(4), PLAIN(2), torch.device("cpu"))
+    store = GlobalStore(1, 4, plain(4), plain(2), torch.device("cpu"))
     rows = torch.arange(16.0).reshape(1, 4, 4)
     store.append(rows, rows[..., :2], torch.tensor([0]), torch.tensor([4]))
     store.commit([4], 1)

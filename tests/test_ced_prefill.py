@@ -24,18 +24,19 @@ def nano(kernels: str = "reference", rounding: bool = False):
     return model
 
 
-def tail_of_a_full_pass(model, ids, after, monkeypatch):
+def tail_of_a_full_pass(model, ids, after, monkeypatch, side="inside"):
     """An independent way to the same logits: all layers see all tokens, but from the last KV
-    source on the kernel is told that no window key before the cut exists."""
+    source on (or behind it) the kernel is told that no window key before the cut exists."""
     c = model.config
     cut = ids.shape[1] - c.sliding_window
     plain, kernels = Attention.forward, model.kernels
+    first = c.encoder_layers + (side == "after")
 
     def cut_off(q, window, entries, selected, sink, start):
         return kernels.sparse_attention(q, window, entries, selected, sink, start - cut)
 
     def forward(self, x, run, published=False):
-        if self.role.layer >= c.encoder_layers and x.shape[1] > 1:
+        if self.role.layer >= first and x.shape[1] > 1:
             run.kernels = SimpleNamespace(**{**vars(kernels), "sparse_attention": cut_off})
         try:
             return plain(self, x, run, published)
@@ -51,15 +52,17 @@ def tail_of_a_full_pass(model, ids, after, monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("cut", ["inside", "after"])
 @pytest.mark.parametrize("length", [9, 16, 17, 41])
-def test_the_tail_and_what_follows_equal_a_pass_with_cut_windows(kernels, length, monkeypatch):
+def test_the_tail_and_what_follows_equal_a_pass_with_cut_windows(kernels, length, cut,
+                                                                 monkeypatch):
     model = nano(kernels)
     ids = random_ids(model.config, length + 11, 1, seed=length)
     prompt, after = ids[:, :length], ids[:, length:]
-    expected, _ = tail_of_a_full_pass(model, prompt, after, monkeypatch)
+    expected, _ = tail_of_a_full_pass(model, prompt, after, monkeypatch, cut)
     cache = model.new_cache()
     with torch.no_grad():
-        found = [model(prompt, cache=cache, tail=model.config.sliding_window).logits]
+        found = [model(prompt, cache=cache, tail=model.config.sliding_window, cut=cut).logits]
         found += [model(i, cache=cache).logits for i in after.split(1, dim=1)]
     found = torch.cat(found, dim=1)
     assert found.shape == expected.shape
