@@ -6,7 +6,13 @@ says which noticed it. In the course a learner is given a mutant and has to find
 
 from __future__ import annotations
 
-from labkit.mutants import faults_attention, faults_layers, faults_memory  # noqa: F401
+from labkit.mutants import (  # noqa: F401
+    faults_attention,
+    faults_layers,
+    faults_memory,
+    faults_prefill,
+    faults_reuse,
+)
 from labkit.mutants.kill import Row, describe, judge, main_text, table
 from labkit.mutants.record import MUTANTS, Mutant, active, find
 

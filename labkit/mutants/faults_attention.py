@@ -77,7 +77,7 @@ def pool_restricts_its_source() -> list[Patch]:
         def select(self, q, weights, positions, t, run):
             selection, blocks = original(self, q, weights, positions, t, run)
             if self.role.publishes_candidates:
-                keys = run.published.index_keys
+                keys = run.published.index_keys.keys()
                 scores = run.kernels.index_scores(q, keys, weights)
                 mask = self._mask(blocks, positions, keys.shape[1])
                 scores = scores.masked_fill(~mask, float("-inf"))

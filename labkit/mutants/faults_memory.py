@@ -16,20 +16,25 @@ def gates_left_behind() -> list[Patch]:
     from labkit.cache.tail import Tail
 
     def around(original):
-        def extend(self, new, start, count):
-            out = original(self, new, start, count)
-            values, gates = self.buffer.chunk(2, dim=-1)
-            self.buffer = torch.cat([values, torch.zeros_like(gates)], dim=-1)
+        def groups(self, new, start, count, keep=False):
+            out = original(self, new, start, count, keep)
+            values, gates = self._next.chunk(2, dim=-1)
+            self._next = torch.cat([values, torch.zeros_like(gates)], dim=-1)
             return out
-        return extend
-    return method(Tail, "extend", around)
+        return groups
+    return method(Tail, "groups", around)
 
 
 @mutant("compressor", "Groups are counted from the padded length, not from a row's live tokens.",
         "Batches of unequal rows whose short rows gained entries made of padding.",
         "A padded batch that goes on: the short rows' compressed entries are shifted")
 def padding_makes_groups() -> list[Patch]:
+    from labkit.cache.store import GlobalStore
     from labkit.model.compressor import Compressor
+
+    def commit(self, lengths, ratio):  # the store would drop what a row's length does not allow
+        self.counts = list(self._filled)
+        self._forget_joined()
 
     def around(original):
         def forward(self, x, run):
@@ -37,7 +42,7 @@ def padding_makes_groups() -> list[Patch]:
             complete = (run.start + run.length) // self.ratio - run.start // self.ratio
             return latent, complete
         return forward
-    return method(Compressor, "forward", around)
+    return [*method(Compressor, "forward", around), Patch(GlobalStore, "commit", commit)]
 
 
 @mutant("window", "After a pass the ring's rows are one slot too far.",
@@ -47,12 +52,12 @@ def ring_off_by_one() -> list[Patch]:
     from labkit.cache.window import WindowRing
 
     def around(original):
-        def extend(self, new, start, count):
-            both = original(self, new, start, count)
-            self.buffer = self.buffer.roll(1, dims=1)
-            return both
-        return extend
-    return method(WindowRing, "extend", around)
+        def take_in(self, *args):
+            out = original(self, *args)
+            self._next = self._next.roll(1, dims=1)
+            return out
+        return take_in
+    return method(WindowRing, "take_in", around)
 
 
 @mutant("indexer", "One shared slot holds the published index keys, renewed only by full groups.",
@@ -63,44 +68,40 @@ def stale_index_keys() -> list[Patch]:
 
     def around(original):
         def publish(self, x, run):
+            run.cache.stale_index_keys = True  # the option, switched on for everybody
             original(self, x, run)
-            ratio = self.role.ratio
-            completed = (run.start + run.count) // ratio > run.start // ratio
-            if bool(completed.any()) or not hasattr(run.cache, "shared_slot"):
-                run.cache.shared_slot = run.published.index_keys
-            run.published.index_keys = run.cache.shared_slot
         return publish
     return method(Attention, "publish", around)
 
 
-@mutant("snapshot", "A snapshot shares the compressed entries with the sequence that goes on.",
+@mutant("snapshot", "A forked sequence writes into the last page that both still read.",
         "A restore that reported success although the state had been written over.",
-        "Snapshot, decode something else, restore, decode: compare with never having left")
+        "Fork, decode in turns in both, compare with never having forked")
 def snapshot_shares_entries() -> list[Patch]:
-    from labkit.cache.cache import Cache
+    from labkit.cache.store import GlobalStore
 
     def around(original):
-        def snapshot(self):
+        def fork(self):
             twin = original(self)
-            for layer, store in self.stores.items():
-                # Room for both, as a store that has grown has it.
-                store._kv = store._room(store._kv, store._kv.shape[1] + 64)
-                store._keys = store._room(store._keys, store._keys.shape[1] + 64)
-                twin.stores[layer] = copy.copy(store)
+            self._shared = [False] * len(self.counts)
+            twin._shared = [False] * len(self.counts)
             return twin
-        return snapshot
-    return method(Cache, "snapshot", around)
+        return fork
+    return method(GlobalStore, "fork", around)
 
 
 @mutant("Engram", "The look-back is forgotten at the end of a pass.",
         "Hashes that start anew in every chunk or decode step.",
         "engram_hash_ids of the first tokens of a second chunk")
 def lookback_forgotten() -> list[Patch]:
-    from labkit.text.engram_hash import next_history
+    from labkit.cache.cache import Cache
 
-    def forgetful(*args, **kwargs):
-        return torch.full_like(next_history(*args, **kwargs), -1)
-    return everywhere(next_history, forgetful)
+    def around(original):
+        def begin(self):
+            original(self)
+            self.look_back.rows = torch.full_like(self.look_back.rows, -1)
+        return begin
+    return method(Cache, "begin", around)
 
 
 @mutant("Engram", "A blocked slot holds the pad id itself instead of the pad id's class.",

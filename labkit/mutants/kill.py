@@ -19,6 +19,7 @@ class Row:
     """A mutant and the first check of each kind that fails on it; None: all of them pass.
 
     vector_check is None too when the golden vectors are not at hand (`vectors_run` False).
+    no_vector says why no vector can notice this mutant; it then lives or dies by properties.
     """
 
     id: str
@@ -28,12 +29,14 @@ class Row:
     vector_check: str | None
     vector_says: str | None
     vectors_run: bool
+    no_vector: str | None = None
 
     @property
     def killed(self) -> bool:
         """By every kind of check that was run."""
         return self.property_check is not None and (
-            self.vector_check is not None or not self.vectors_run)
+            self.vector_check is not None or self.no_vector is not None
+            or not self.vectors_run)
 
 
 def judge(name: str, vectors: bool) -> Row:
@@ -44,7 +47,8 @@ def judge(name: str, vectors: bool) -> Row:
     with active(name):
         by_property = _first_failure(checks.PROPERTIES.values())
         by_vector = _first_failure(checks.VECTORS.values()) if vectors else (None, None)
-    return Row(name, chosen.fault, *by_property, *by_vector, vectors_run=vectors)
+    return Row(name, chosen.fault, *by_property, *by_vector, vectors_run=vectors,
+               no_vector=chosen.no_vector)
 
 
 def failures(vectors: bool) -> dict[str, str]:
@@ -89,6 +93,8 @@ def describe(row: Row) -> str:
     for kind, check, said in (("property", row.property_check, row.property_says),
                               ("vector", row.vector_check, row.vector_says)):
         lines.append((kind, f"{check}: {said}" if check else "none fails"))
+    if mutant.no_vector:
+        lines.append(("no vector", mutant.no_vector))
     return "\n".join(
         textwrap.fill(text, 96, initial_indent=f"{label:10}", subsequent_indent=" " * 10)
         for label, text in lines)
@@ -103,13 +109,20 @@ def main_text(rows: list[Row] | None = None) -> str:
     left = max(len(row.id) for row in rows)
     out = [f"{'mutant':{left}}  {'killed by property':20}  killed by vector"]
     for row in rows:
-        vector = row.vector_check or ("SURVIVES" if row.vectors_run else "not run")
+        vector = row.vector_check or ("no vector" if row.no_vector else
+                                      "SURVIVES" if row.vectors_run else "not run")
         out.append(f"{row.id:{left}}  {row.property_check or 'SURVIVES':20}  {vector}")
-        out += textwrap.wrap(row.fault, width, initial_indent="    ", subsequent_indent="    ")
+        text = row.fault
+        if row.no_vector and not row.vector_check:
+            text += f" No vector: {row.no_vector}."
+        out += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
     if not golden.available():
         out.append("The golden vectors are in tests/golden of the source tree, which is not here: "
                    "only properties were run.")
     alive = [row.id for row in rows if not row.killed]
+    alone = sum(row.killed and row.no_vector is not None and not row.vector_check for row in rows)
+    if alone:
+        out.append(f"{alone} of them by a property alone, as no golden vector can notice them")
     out.append(f"{len(rows)} mutants, all killed" if not alive
                else f"{len(rows)} mutants, {len(alive)} SURVIVE: {', '.join(alive)}")
     return "\n".join(out)
@@ -125,11 +138,11 @@ def _first_failure(found: Iterable[checks.Check]) -> tuple[str | None, str | Non
 
 def _warm(vectors: bool) -> None:
     """What checks keep between runs must be computed by right code: do it before any fault."""
-    from labkit.mutants import golden
-    from labkit.mutants.properties import oracle_answers
+    from labkit.mutants import golden, properties, properties_reuse
 
-    oracle_answers(False)
-    oracle_answers(True)
+    properties.oracle_answers(False)
+    properties.oracle_answers(True)
+    properties_reuse.warm()
     if vectors:
         for name in ("text", "padded", "long", "ratio4", "no_candidates", "bf16"):
             golden.model(name)

@@ -34,12 +34,21 @@ class Oracle:
         self.classes = [int(c) for c in classes]
         self.plain = yarn_frequencies(config, compressed=False)
         self.yarn = yarn_frequencies(config, compressed=True)
+        self.enter: Mapping[int, int] = {}
+        self.kept: tuple[int, Mapping[str, torch.Tensor]] = (0, {})
 
     # ------------------------------------------------------------------ the whole forward
     @torch.no_grad()
-    def run(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Taps of one text of T ids, without a batch axis, e.g. `layers.2.attn.out` [T,D]."""
+    def run(self, ids: Sequence[int], enter: Mapping[int, int] | None = None,
+            kept: tuple[int, Mapping[str, torch.Tensor]] = (0, {})) -> dict[str, torch.Tensor]:
+        """Taps of one text of T ids, without a batch axis, e.g. `layers.2.attn.out` [T,D].
+
+        enter: of some layers the lowest position that has a window key (a replay, a decoder that
+        sees the end of a prompt only); what these layers give for tokens before it is void.
+        kept: the compressed entries of so many tokens are those of an earlier run.
+        """
         c, w = self.config, self.weights
+        self.enter, self.kept = enter or {}, kept
         T, C = len(ids), c.hc_mult
         taps: dict[str, torch.Tensor] = {}
         rows = self._engram_rows(list(ids))                    # [T][L][(N-1)*heads]
@@ -135,7 +144,8 @@ class Oracle:
             self._select(layer, ratio, x, latents, shared, taps)
         outputs = []
         for t in range(T):
-            keys = window[max(0, t - c.sliding_window + 1) : t + 1]
+            lowest = min(t, self.enter.get(layer, 0))
+            keys = window[max(lowest, t - c.sliding_window + 1) : t + 1]
             if squeezed:
                 keys = keys + [shared["kv"][g] for g in shared["selection"][t] if g >= 0]
             q = (w[f"{name}.wq_b.weight"] @ latents[t]).view(c.num_attention_heads, c.head_dim)
@@ -181,6 +191,10 @@ class Oracle:
             key = w[f"{name}.indexer.wk.weight"] @ latent
             key = self._norm(f"{name}.indexer.k_norm.weight", key)
             keys.append(self._round(self._turn(key, first, True), "mxfp4"))
+        tokens_kept, earlier = self.kept
+        for g in range(tokens_kept // ratio):                  # stored before: not made again
+            kv[g] = earlier[f"{name}.compressed_kv"][g]
+            keys[g] = earlier[f"{name}.index_keys"][g]
         shared["kv"], shared["keys"] = kv, keys
 
     # ------------------------------------------------------------------ indexer

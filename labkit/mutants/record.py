@@ -38,6 +38,7 @@ class Mutant:
     source     the kind of published bug that it stands for
     look       what a learner should look at first
     patches    makes the replacements, from the originals of the moment
+    no_vector  why no golden vector can notice it, in a few words; None: one does
     """
 
     id: str
@@ -46,17 +47,19 @@ class Mutant:
     source: str
     look: str
     patches: Callable[[], list[Patch]]
+    no_vector: str | None = None
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
-def mutant(mechanism: str, fault: str, source: str, look: str) -> Callable:
+def mutant(mechanism: str, fault: str, source: str, look: str,
+           no_vector: str | None = None) -> Callable:
     """Decorator: the function (its name is the id) returns the patches."""
 
     def keep(patches: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
         name = patches.__name__
-        MUTANTS[name] = Mutant(name, fault, mechanism, source, look, patches)
+        MUTANTS[name] = Mutant(name, fault, mechanism, source, look, patches, no_vector)
         return patches
 
     return keep
