@@ -48,9 +48,7 @@ def full_blocks(cache: Cache, first: int = 0) -> list[Block]:
 def window_state(cache: Cache) -> WindowState:
     """What `full_blocks` leaves out, by reference: no row is copied."""
     cache.settle()
-    full = int(cache.lengths[0]) // cache.page_tokens
-    partial = {layer: store.lend_last(0) if len(store.pages[0]) > full else None
-               for layer, store in cache.stores.items()}
+    partial = {layer: store.lend_last(0) for layer, store in cache.stores.items()}
     return WindowState(
         int(cache.lengths[0]), tuple((w.rows, w.first) for w in cache.windows),
         {layer: tail.rows for layer, tail in cache.tails.items()}, cache.look_back.rows, partial)

@@ -44,6 +44,8 @@ class Recent:
 
     def rewind(self, count: torch.Tensor) -> None:
         """As if only count[b] rows had been live in the last pass (which was told to keep)."""
+        if self._next is None:
+            return  # a part that the model does not use, such as look-back without Engram layers
         assert self._both is not None, "the last pass kept no rows"
         self.rows = self._last(self._both, count)
 

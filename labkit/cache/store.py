@@ -47,6 +47,10 @@ class GlobalStore:
         self.begin()
 
     def begin(self) -> None:
+        """Forget what a pass that did not end has left. Its pages go too: a fork would share
+        them, and both sides would then write into the same ones."""
+        for pages, count in zip(self.pages, self.counts, strict=True):
+            del pages[-(-count // self.page_entries):]
         self._filled = list(self.counts)
         self._forget_joined()
 
@@ -156,6 +160,7 @@ class GlobalStore:
     # ------------------------------------------------------------------ sharing
     def fork(self) -> GlobalStore:
         """A copy that shares all pages; each side copies the last one before it writes."""
+        self.begin()
         twin = copy.copy(self)
         twin.pages = [list(pages) for pages in self.pages]
         twin.counts = list(self.counts)
@@ -176,10 +181,14 @@ class GlobalStore:
             self.counts[b] = count
         self.begin()
 
-    def lend_last(self, row: int) -> Page:
-        """The last page of a row for somebody else to read: before writing, this row copies it."""
+    def lend_last(self, row: int) -> Page | None:
+        """The unfinished page of a row, if there is one, for somebody else to read: before
+        writing, this row copies it."""
+        number, slot = divmod(self.counts[row], self.page_entries)
+        if not slot:
+            return None
         self._shared[row] = True
-        return self.pages[row][-1]
+        return self.pages[row][number]
 
     def adopt(self, row: int, pages: list[Page], count: int) -> None:
         """Begin an empty row with pages that others hold too, of which `count` entries count."""
