@@ -20,6 +20,8 @@ from pathlib import Path
 from labkit.store import DiskStore
 
 DIGEST = "model, tokenizer, format"
+# These stores sync thousands of times and ask nothing of the disk: keep them in memory, if we can.
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 DISCARDED = -1  # the version of a key that was taken out
 
 
@@ -171,7 +173,7 @@ def survives(folder: Path, kept: dict[str, int], may_change: str, versions: set[
 def lines() -> None:
     global TRACE
     warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory() as work:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as work:
         base = Path(work, "base")
         kept = prepare(base)
         for name, (run, may_change, versions) in CHANGES.items():

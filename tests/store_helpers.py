@@ -1,11 +1,21 @@
 """What the tests of the store share."""
 
+import contextlib
 import hashlib
+import tempfile
 from pathlib import Path
+
+from store_child import DIGEST, MEMORY
 
 from labkit.store import DiskStore
 
-DIGEST = "model, tokenizer, format"
+
+@contextlib.contextmanager
+def in_memory():
+    """A folder that costs no disk, and that anybody may enter."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 class Clock:

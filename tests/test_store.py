@@ -5,19 +5,24 @@ import os
 import sqlite3
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_helpers import Clock, files, opened, page_file
+from store_helpers import Clock, files, in_memory, opened, page_file
 
 from labkit.errors import LabError, StoreError
 from labkit.store import Lru
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def tmp_path():
+    with in_memory() as folder:
+        yield folder
 
 
 def test_the_store_needs_no_torch():
@@ -134,7 +139,7 @@ def test_disk_store_against_a_dict(steps, budget, lifetime):
             count["expired" if late(key) else "evicted"] += 1
             del model[key]
 
-    with tempfile.TemporaryDirectory() as folder:
+    with in_memory() as folder:
         store = opened(folder, budget=budget, lifetime=lifetime, clock=clock)
         for kind, key, payload, meta, seconds, another in steps:
             there = key in model and not late(key)

@@ -22,6 +22,7 @@ from labkit.store import DiskStore
 HERE = Path(__file__).parent
 KILLS = 100
 PLENTY = 10**12
+START: dict[str, float] = {}  # seconds until the last writer's first change
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
 
@@ -32,15 +33,25 @@ def child(*arguments) -> subprocess.Popen:
         text=True, env={**os.environ, "PYTHONPATH": str(HERE.parent)})
 
 
-def killed_writer(folder: Path, budget: int, first: int, draw: random.Random) -> list[list[str]]:
-    """What a writer printed, word by word, until it was killed at a random moment."""
+def killed_writer(folder: Path, budget: int, first: int, draw: random.Random,
+                  most: int) -> list[list[str]]:
+    """What a writer printed, word by word, until it was killed at a random moment.
+
+    Moments are drawn in changes, at most `most`, not in seconds: disks differ a hundredfold.
+    """
+    begin = time.perf_counter()
     writer = child("write", folder, budget, first)
+    told = []
     if draw.random() < 0.2:  # perhaps before it has opened the store
-        time.sleep(draw.uniform(0, 0.15))
-        told = []
+        time.sleep(draw.uniform(0, 1.2) * START.get("seconds", 0.1))
     else:
-        told = [writer.stdout.readline()]
-        time.sleep(draw.expovariate(1 / 0.02))
+        told.append(writer.stdout.readline())
+        now = time.perf_counter()
+        START["seconds"], begin = now - begin, now
+        lines = draw.randint(1, 2 * most)
+        told += [writer.stdout.readline() for _ in range(lines)]
+        a_change = 2 * (time.perf_counter() - begin) / lines
+        time.sleep(draw.uniform(0, 2) * a_change)
     assert writer.poll() is None, "the writer ended by itself"
     writer.kill()
     told += writer.stdout.readlines()
@@ -83,7 +94,7 @@ def test_a_hundred_kills_lose_nothing_acknowledged(tmp_path):
     number = puts = cut = in_write = 0
     start = time.perf_counter()
     for _ in range(KILLS):
-        told = killed_writer(folder, PLENTY, number, draw)
+        told = killed_writer(folder, PLENTY, number, draw, most=20)
         done, open_change = follow(told, versions)
         pages, temporary = leftovers(folder)
         puts += done
@@ -118,7 +129,7 @@ def test_kills_while_pages_are_evicted(tmp_path):
     versions: dict[str, set[int]] = {}
     number = puts = served = 0
     for _ in range(KILLS // 4):
-        told = killed_writer(folder, budget, number, draw)
+        told = killed_writer(folder, budget, number, draw, most=30)
         last: dict[str, int] = {}
         done, open_change = follow(told, last)
         for key, version in last.items():

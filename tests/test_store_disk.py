@@ -8,16 +8,21 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from store_helpers import files, opened, page_file
+from store_helpers import files, in_memory, opened, page_file
 
 from labkit.errors import StoreError
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def tmp_path():
+    with in_memory() as folder:
+        yield folder
 
 # ---- damage ---------------------------------------------------------------------------------
 
@@ -354,17 +359,9 @@ def read_only(folder):
             path.chmod(0o755 if path.is_dir() else 0o644)
 
 
-@pytest.fixture
-def open_folder():
-    """A folder whose parents anybody may enter, unlike tmp_path."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder, "store")
-
-
 @pytest.mark.parametrize("state", ["closed", "killed", "a writer is there"])
-def test_a_read_only_folder_serves_readers_and_refuses_writers(open_folder, state):
-    folder = open_folder
+def test_a_read_only_folder_serves_readers_and_refuses_writers(tmp_path, state):
+    folder = tmp_path / "store"
     store = opened(folder)
     store.put("a", b"page")
     if state != "a writer is there":
@@ -387,9 +384,9 @@ def test_a_read_only_folder_serves_readers_and_refuses_writers(open_folder, stat
         assert store.get("a") == b"page"
 
 
-def test_a_read_only_folder_whose_log_cannot_be_read(open_folder):
+def test_a_read_only_folder_whose_log_cannot_be_read(tmp_path):
     """Rows in the log may be newer than those in the index: better no answer than an old one."""
-    folder, copy = open_folder, open_folder.parent / "copy"
+    folder, copy = tmp_path / "store", tmp_path / "copy"
     with opened(folder) as store:
         store.put("a", b"page")
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*-shm"))

@@ -378,7 +378,7 @@ class DiskStore:
         except OSError as error:
             told = error.strerror or str(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                remedy = "free some space or lower the budget"
+                remedy = "free some space, and give the store a smaller budget"
             elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 remedy = ("give yourself the right to write, name another folder, or open it as a "
                           "reader (writer=False)")

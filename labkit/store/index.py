@@ -247,7 +247,8 @@ class Index:
 def _refusal(path: Path, code: int, error: Exception) -> str:
     folder = path.parent
     if code == sqlite3.SQLITE_FULL:
-        return f"the disk of the store {folder} is full: free some space or lower the budget"
+        return (f"the disk of the store {folder} is full: free some space, and give the store a "
+                f"smaller budget")
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return (f"the index of the store {folder} cannot be opened as asked ({error}): check the "
                 f"permissions of the folder and its files, or open it as a reader (writer=False)")
