@@ -4,6 +4,7 @@ The vectors are inputs and outputs of an independent implementation. Both kernel
 the same rules; what is loaded goes through `labkit.load`, as a user's checkpoint does.
 """
 
+import functools
 import json
 
 import helpers
@@ -11,9 +12,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import labkit
+from labkit.cache import GlobalStore
 from labkit.errors import ConfigError
 from labkit.mutants import checks, golden, rules
 from labkit.mutants.oracle import Oracle
+from labkit.mutants.schedules import one_pass
 from labkit.mutants.vectors import bf16_rule
 
 FP32_CASES = ("text", "long", "no_candidates", "ratio4", "padded", "released_layout")
@@ -120,8 +124,6 @@ def test_a_trace_has_every_key_that_tests_and_pictures_rely_on():
 def test_weights_from_is_refused_by_load(tmp_path):
     raw = json.loads((helpers.GOLDEN / "long" / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    import labkit
-
     with pytest.raises(ConfigError, match="weights_from"):
         labkit.load(tmp_path)
 
@@ -155,3 +157,80 @@ def test_transformed_and_worked_vectors(name):
     """The checks that kill mutants pass on the right code."""
     said = checks.VECTORS[name].failure()
     assert said is None, said
+
+
+# ---------------------------------------------------------------------------- packed caches
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@functools.cache
+def rounding_model(case, dtype):
+    helpers.lab(case, True)  # writes the folder
+    folder = helpers._FOLDERS / case
+    return labkit.load(folder, dtype=dtype, device="cpu", kernels="reference").model
+
+
+def ways_to_read(vector):
+    """Counts of every row in every pass: whole, in chunks, step by step, ragged."""
+    rows, T = vector.ids.shape
+    lengths = vector.lengths.tolist() if vector.lengths is not None else [T] * rows
+    yield [lengths]
+    for first in ([1], [2, 3], [7, 1, 1], [8, 9]):
+        ends = [n - sum(first) for n in lengths]
+        if min(ends) >= 1:
+            yield [*([n] * rows for n in first), ends]
+    short = min(lengths) // 3
+    yield [[short + b % 2 for b in range(rows)],
+           [n - short - b % 2 - 2 for b, n in enumerate(lengths)], [1] * rows, [1] * rows]
+
+
+def read_in(model, vector, counts, form, tapped):
+    """What every pass gave: all taps, or with tapped=False the live logits."""
+    rows = vector.ids.shape[0]
+    cache, at, out = model.new_cache(rows, form), [0] * rows, []
+    for count in counts:
+        part = torch.zeros(rows, max(count), dtype=torch.int64)
+        for b, n in enumerate(count):
+            part[b, :n] = vector.ids[b, at[b] : at[b] + n]
+            at[b] += n
+        if tapped:
+            out.append(one_pass(model, part, torch.tensor(count), cache=cache))
+        else:
+            with torch.no_grad():
+                out.append({"logits": model(part, torch.tensor(count), cache=cache).logits})
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ("text", "released_layout", "padded", "ratio4"))
+def test_packed_caches_equal_fake_quantised_ones_bit_for_bit(case, dtype, monkeypatch):
+    """The same schedule in three forms. Without taps, steps decode only what they selected."""
+    model, vector = rounding_model(case, dtype), golden.case(case)
+    read, gathered = GlobalStore.read, []
+
+    def watched(store, selection):
+        entries, where = read(store, selection)
+        if where is not selection:
+            gathered.append(store.kv_codec.form)
+        return entries, where
+
+    monkeypatch.setattr(GlobalStore, "read", watched)
+    compared = 0
+    for counts in ways_to_read(vector):
+        assert min(map(min, counts)) >= 1, counts
+        dense = None
+        for tapped in (True, False):
+            plain = read_in(model, vector, counts, "plain", tapped)
+            logits = [part["logits"] for part in plain]
+            # Taps show all entries, so reads under them are dense: gathered ones agree.
+            assert dense is None or all(map(torch.equal, dense, logits))
+            dense = logits
+            for form in ("packed", "bf16"):
+                for expected, found in zip(
+                        plain, read_in(model, vector, counts, form, tapped), strict=True):
+                    assert expected.keys() == found.keys()
+                    for name, value in expected.items():
+                        assert torch.equal(value, found[name]), (form, counts, name)
+                        compared += value.numel()
+    print(f"{case} {dtype}: {compared:,} values equal; {len(gathered)} reads gathered")
+    assert {"plain", "packed", "bf16"} == set(gathered)
