@@ -300,6 +300,27 @@ def test_rows_are_rewound_each_by_its_own_number():
             same_state(alone, cache, [(0, b)])
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_ctrl_c_inside_a_rewind_is_made_good(late, monkeypatch):
+    model = small()
+    ids, after = random_ids(model.config, 17), text(model, 6, seed=8)
+    for part in range(11):
+        session, never = (Session(model, page_tokens=4) for _ in range(2))
+        never.prefill(ids[:, :11])
+        session.prefill(ids[:, :9])
+        cache = session.cache
+        with torch.no_grad():
+            model(ids[:, 9:], cache=cache, keep=True)
+        chosen = [*cache._recent(), *cache.stores.values()][part]
+        name = "crop" if isinstance(chosen, GlobalStore) else "rewind"
+        with monkeypatch.context() as patch:
+            patch.setattr(chosen, name, Interrupt(getattr(chosen, name), late))
+            cut_short(lambda c=cache: c.rewind(torch.tensor([11])))
+        assert session.ids == never.ids
+        same_state(never.cache, cache)
+        must_be_close("logits", read_on(never, after), read_on(session, after))
+
+
 def test_rewind_refuses_what_was_not_kept():
     model = small()
     ids = random_ids(model.config, 6)

@@ -81,6 +81,7 @@ class Cache:
                                              device=device))
         self._due: tuple[torch.Tensor, torch.Tensor, list[list[int]]] | None = None
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None  # start, count of a kept pass
+        self._back: torch.Tensor | None = None          # lengths of a rewind that is due
 
     @property
     def batch(self) -> int:
@@ -113,7 +114,9 @@ class Cache:
         self._last = (start, count) if kept else None
 
     def settle(self) -> None:
-        """Take over what is due, if a commit was cut short. Doing it twice does no harm."""
+        """Do what is due, if a commit or a rewind was cut short. Twice does no harm."""
+        if self._back is not None:
+            self._take_back(self._back)
         if self._due is None:
             return
         start, lengths, taken = self._due
@@ -141,6 +144,13 @@ class Cache:
         if lengths.shape != start.shape or bool(((back < 0) | (back > count)).any()):
             raise InputError(f"cannot go back to {lengths.tolist()} tokens: the last pass went "
                              f"from {start.tolist()} to {(start + count).tolist()}")
+        self._back = lengths.clone()  # will be done, now or by the next call that finds it due
+        self.settle()
+
+    def _take_back(self, lengths: torch.Tensor) -> None:
+        assert self._last is not None
+        start = self._last[0]
+        back = lengths - start
         for part in self._recent():
             part.rewind(back)
         for layer, store in self.stores.items():
@@ -148,8 +158,8 @@ class Cache:
             store.crop([min(n, length // ratio)
                         for n, length in zip(store.counts, lengths.tolist(), strict=True)])
         self.tokens = [row[:n] for row, n in zip(self.tokens, lengths.tolist(), strict=True)]
-        self.lengths = lengths.clone()
-        self._last = (start, back)
+        self.lengths = lengths
+        self._last, self._back = (start, back), None
 
     # ------------------------------------------------------------------ other pasts
     def empty(self) -> Cache:
