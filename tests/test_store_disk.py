@@ -354,7 +354,8 @@ def read_only(folder):
     try:
         yield
     finally:
-        os.seteuid(user)
+        if user == 0:
+            os.seteuid(0)
         for path in paths:
             path.chmod(0o755 if path.is_dir() else 0o644)
 
