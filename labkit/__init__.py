@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from labkit.config import ModelConfig
-from labkit.errors import CheckpointError, ConfigError, InputError, LabError
+from labkit.errors import CheckpointError, ConfigError, InputError, LabError, StoreError
 
 __version__ = "0.1.0"
 __all__ = [
-    "CheckpointError", "ConfigError", "InputError", "LabError", "ModelConfig", "__version__",
-    "load",
+    "CheckpointError", "ConfigError", "InputError", "LabError", "ModelConfig", "StoreError",
+    "__version__", "load",
 ]
 
 

@@ -211,7 +211,9 @@ def inspect(
         from labkit.engine.cache_view import conversation_view, talk
         from labkit.lab import load
 
-        conversation = talk(load(model), turns, wait or [30.0, 600.0], form, replay, store)
+        lab = load(model)
+        conversation = talk(lab.model, lab.tokenizer, turns, wait or [30.0, 600.0], form, replay,
+                            store)
         typer.echo(json.dumps([turn.to_dict() for turn in conversation.turns], ensure_ascii=False)
                    if as_json else conversation_view(conversation))
         return

@@ -1,4 +1,4 @@
-"""What a replay gives: bounded by an independent way to the same logits, exact as never left."""
+"""Crops and cut prefills: what is read again, and what comes out of it."""
 
 from __future__ import annotations
 
@@ -6,122 +6,215 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from reuse_helpers import (
+    global_rows,
+    must_be_close,
+    nano,
+    read_on,
+    same_state,
+    session_of,
+    small,
+    text,
+    untouched,
+    window_in_order,
+)
 
-from labkit.cache.store import GlobalStore
+from labkit.cache import Cache, GlobalStore
 from labkit.config import ModelConfig
 from labkit.engine.replay import decoder_tail, reach, replay_start
 from labkit.engine.session import Session
 from labkit.errors import InputError
-from labkit.mutants.models import random_ids, random_model, small_config
+from labkit.model.attention import Attention
 from labkit.mutants.rules import FP64, close
 
-PAGE = 4
+
+# ---------------------------------------------------------------------------- crop, exact
+@pytest.mark.parametrize("make", [small, nano])
+def test_an_exact_replay_at_every_length_is_the_full_run(make):
+    """small: 22 tokens back, so replays begin at 1, 2, 3, ... : odd ones inside a pair."""
+    model, total = make(), 46
+    ids, after = text(model, total), text(model, 7, seed=9)
+    source = session_of(model, ids)
+    stored = global_rows(source.cache)
+    starts = set()
+    for length in range(total + 1) if make is small else (0, 1, 8, 9, 16, 37, 44, 45, 46):
+        session = source.fork()
+        session.crop(length, "exact")
+        starts.add(replay_start(model.config, length, "exact"))
+        assert session.ids == ids[:length]
+        untouched(stored, session.cache)
+        full = session_of(model, ids[:length])
+        same_state_after_replay(full.cache, session.cache)
+        must_be_close(f"logits after {length}", read_on(full, after), read_on(session, after))
+        same_state_after_replay(full.cache, session.cache)
+    if make is small:
+        assert {0, 1, 2, 3, total - reach(model.config, 7)} <= starts
+    untouched(stored, source.cache)  # the source of all these forks has felt nothing
 
 
+def same_state_after_replay(full: Cache, found: Cache) -> None:
+    """`first` may lie higher than 0, but not inside the window."""
+    n = int(full.lengths[0])
+    assert all(int(r.first[0]) <= max(0, n - r.window) for r in found.windows)
+    same_state(full, found)
+
+
+@pytest.mark.parametrize("length", [127, 128, 129, 255, 256, 257, 893, 901])
+def test_an_exact_replay_with_the_released_window(length):
+    model = small(128)  # 7 layers: 890 tokens are read again
+    ids, after = text(model, length + 60), text(model, 3, seed=4)
+    session = session_of(model, ids, None)
+    stored = global_rows(session.cache)
+    session.crop(length, "exact")
+    untouched(stored, session.cache)
+    assert replay_start(model.config, length, "exact") == max(0, length - 890)
+    full = session_of(model, ids[:length], None)
+    same_state_after_replay(full.cache, session.cache)
+    must_be_close("logits", read_on(full, after), read_on(session, after))
+
+
+# ---------------------------------------------------------------------------- crop, bounded
+def replayed_another_way(model, ids, start, monkeypatch) -> Session:
+    """All layers read all tokens, but for queries from `start` on no window key before it exists,
+    and whatever is stored is what the full run has stored."""
+    full = session_of(model, ids, None)
+    values = {layer: (s.values(), s.keys()) for layer, s in full.cache.stores.items()}
+    found = Session(model)
+    owners = {id(s): layer for layer, s in found.cache.stores.items()}
+    kernels, attend, append = model.kernels, Attention.forward, GlobalStore.append
+
+    def cut_off(q, window, entries, selected, sink, at):
+        before = kernels.sparse_attention(q, window, entries, selected, sink, at)
+        after = kernels.sparse_attention(q, window, entries, selected, sink, at - start)
+        return torch.cat([before[:, :start], after[:, start:]], dim=1)
+
+    def forward(self, x, run, published=False):
+        run.kernels = SimpleNamespace(**{**vars(kernels), "sparse_attention": cut_off})
+        return attend(self, x, run, published)
+
+    def append_stored(self, kv, keys, first, complete):
+        kv, keys = values[owners[id(self)]]
+        append(self, kv, keys, first, complete)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Attention, "forward", forward)
+        patch.setattr(GlobalStore, "append", append_stored)
+        found.prefill(ids)
+    for ring in found.cache.windows:
+        ring.first = torch.tensor([start])
+    return found
+
+
+@pytest.mark.parametrize("window, lengths", [
+    (4, [1, 3, 4, 5, 6, 7, 8, 9, 12, 13, 30, 31]), (128, [127, 128, 129, 255, 256, 257])])
+def test_a_bounded_replay_is_a_pass_with_cut_windows(window, lengths, monkeypatch):
+    model = small(window)
+    ids, after = text(model, max(lengths) + 5), text(model, 9, seed=2)
+    source = session_of(model, ids)
+    stored = global_rows(source.cache)
+    differences = {}
+    for length in lengths:
+        start = replay_start(model.config, length)
+        assert start == max(0, length - window)
+        session = source.fork()
+        session.crop(length)  # bounded is the default
+        untouched(stored, session.cache)
+        other = replayed_another_way(model, ids[:length], start, monkeypatch)
+        same_state(other.cache, session.cache)
+        found, expected = read_on(session, after), read_on(other, after)
+        must_be_close(f"logits after {length}", expected, found)
+        same_state(other.cache, session.cache)
+        full = read_on(session_of(model, ids[:length]), after)
+        differences[length] = float((found - full).abs().max() / full.abs().max())
+    print(f"W {window}: bounded against full, of the span: {differences}")
+    # Nothing is lost where the text is no longer than the window; afterwards something is.
+    assert all((d > 1e-6) == (n > window) for n, d in differences.items())
+
+
+def test_crop_to_nothing_and_beyond():
+    model = small()
+    session = session_of(model, text(model, 9))
+    twin = session.fork()
+    for bad in (10, -1, 2.0, True, "3"):
+        with pytest.raises(InputError):
+            session.crop(bad)
+    with pytest.raises(InputError, match="choose 'bounded' or 'exact'"):
+        session.crop(3, "half")
+    session.crop(9)
+    assert torch.equal(session.decode(3), twin.decode(3))
+    session.crop(0)
+    assert session.length == 0 and session.ids == []
+    ids = text(model, 11, seed=3)
+    must_be_close("logits", session_of(model, []).prefill(ids), session.prefill(ids))
+
+
+# ---------------------------------------------------------------------------- CED prefill
+@pytest.mark.parametrize("cut", ["inside", "after"])
+@pytest.mark.parametrize("halo", ["window", "exact"])
+def test_a_chunked_ced_prefill_is_the_unchunked_one(halo, cut):
+    model = nano()
+    W = model.config.sliding_window
+    after = text(model, W + 1, seed=7)
+    for before, length in ((0, 8), (0, 9), (13, 38)):
+        ids = text(model, before + length, seed=length)
+        whole = session_of(model, ids[:before])
+        expected = whole.prefill(ids[before:], mode="ced", halo=halo, cut=cut)
+        afterwards = read_on(whole.fork(), after)
+        for chunk in (1, 3, W - 1, W, W + 1, 1000):
+            parts = session_of(model, ids[:before])
+            found = parts.prefill(ids[before:], mode="ced", halo=halo, cut=cut, chunk=chunk)
+            last = min(expected.shape[1], found.shape[1])
+            must_be_close(f"tail, chunk {chunk}", expected[:, -last:], found[:, -last:])
+            assert found.shape == expected.shape
+            same_state(whole.cache, parts.cache)
+            must_be_close(f"after, chunk {chunk}", afterwards, read_on(parts, after))
+
+
+@pytest.mark.parametrize("cut", ["inside", "after"])
+def test_an_exact_halo_is_the_full_prefill_and_the_window_is_not(cut):
+    model = nano()
+    W, ids, after = model.config.sliding_window, text(model, 61), text(model, 20, seed=1)
+    runs = {}
+    for mode, halo in (("full", "window"), ("ced", "exact"), ("ced", "window")):
+        session = Session(model)
+        logits = session.prefill(ids, mode=mode, halo=halo, cut=cut)
+        runs[mode, halo] = logits, read_on(session, after), session
+    full, exact, window = runs.values()
+    assert exact[0].shape[1] == reach(model.config, 4 - (cut == "after")) < 61
+    assert window[0].shape[1] == W
+    # The windows are exact in all W places, and so is what the last of these tokens gives.
+    must_be_close("the last logits", full[0][:, -1:], exact[0][:, -1:])
+    must_be_close("all decode steps", full[1], exact[1])
+    same_state(full[2].cache, exact[2].cache)
+    off = [float((full[i][:, -n:] - window[i][:, -n:]).abs().max() / full[i].abs().max())
+           for i, n in ((0, 1), (0, W), (1, 20))]
+    print(f"window halo, cut {cut}: last, tail, decode steps off by {off} of the span")
+    assert min(off) > 1e-4
+
+
+def test_one_token_less_than_the_exact_halo_is_not_exact():
+    model = nano()
+    ids = torch.tensor([text(model, 61)])
+    size = reach(model.config, 4)
+    rings = []
+    with torch.no_grad():
+        for tail in (None, size, size - 1):
+            cache = model.new_cache()
+            model(ids, cache=cache, tail=tail)
+            rings.append(window_in_order(cache, 9)[1])
+    must_be_close("the last layer's window", rings[0], rings[1])
+    assert close("the last layer's window", rings[0], rings[2], FP64) is not None
+
+
+# ---------------------------------------------------------------------------- reach, refusals
 @pytest.fixture(scope="module")
 def model():
-    return random_model(small_config())
+    return small()
 
 
 @pytest.fixture(scope="module")
 def ids(model):
-    return random_ids(model.config, 48, 1, seed=6)
-
-
-def bounded_by_masks(model, ids, known, start, monkeypatch):
-    """One pass over all of ids in which queries from `start` on see no window key before it, and
-    the entries of the first `known` tokens are those of an ordinary pass: logits from known on."""
-    with torch.no_grad():
-        ordinary = model.new_cache()
-        model(ids[:, :known], cache=ordinary)
-    stored = {layer: (store.values(), store.keys()) for layer, store in ordinary.stores.items()}
-    kernels, append = model.kernels, GlobalStore.append
-
-    def attend(q, window, entries, selected, sink, at):
-        free = kernels.sparse_attention(q, window, entries, selected, sink, at)
-        bound = kernels.sparse_attention(q, window, entries, selected, sink, at - start)
-        return torch.where((torch.arange(q.shape[1]) >= start)[None, :, None, None], bound, free)
-
-    cache = model.new_cache(page_tokens=200)
-    layer_of = {id(store): layer for layer, store in cache.stores.items()}
-
-    def append_and_put_back(self, kv, keys, first, complete):
-        append(self, kv, keys, first, complete)
-        old, old_keys = stored[layer_of[id(self)]]
-        page = self.pages[0][0]
-        page.kv[: old.shape[1]], page.keys[: old_keys.shape[1]] = old[0], old_keys[0]
-
-    with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(GlobalStore, "append", append_and_put_back)
-        patch.setattr(model, "kernels", SimpleNamespace(
-            **{**vars(kernels), "sparse_attention": attend}))
-        return model(ids, cache=cache).logits[:, known:]
-
-
-@pytest.mark.parametrize("known", [5, 6, 7, 8, 9, 21, 22, 35, 40])
-def test_bounded_replay_is_a_pass_with_a_lower_bound_for_window_keys(model, ids, known,
-                                                                    monkeypatch):
-    start = replay_start(model.config, known)
-    assert start == known - model.config.sliding_window
-    expected = bounded_by_masks(model, ids, known, start, monkeypatch)
-    session = Session(model, page_tokens=PAGE)
-    session.prefill(ids[:, : known + 3])
-    session.crop(known)
-    found = torch.cat([session.prefill(ids[:, known : known + 7]),
-                       *(session.decode(i) for i in ids[0, known + 7 :])], dim=1)
-    assert close("logits", expected, found, FP64) is None
-    with torch.no_grad():  # and it is not what a full pass gives: the test can tell them apart
-        assert close("logits", model(ids).logits[:, known:], found, FP64) is not None
-
-
-@pytest.mark.parametrize("known", range(1, 48, 3))
-def test_exact_replay_is_as_if_one_had_never_left(model, ids, known):
-    session, alone = Session(model, page_tokens=PAGE), Session(model, page_tokens=PAGE)
-    session.prefill(ids)
-    alone.prefill(ids[:, :known])
-    session.crop(known, "exact")
-    assert session.ids == alone.ids
-    for a, b in zip(session.cache.tails.values(), alone.cache.tails.values(), strict=True):
-        assert known % a.ratio == 0 or close("remainder", b.rows, a.rows, FP64) is None
-    assert torch.equal(session.cache.look_back.rows, alone.cache.look_back.rows)
-    for layer, store in session.cache.stores.items():
-        kept = alone.cache.stores[layer]
-        assert store.counts == kept.counts
-        assert close("entries", kept.values(), store.values(), FP64) is None
-    rest = ids[:, known:] if known < 48 else ids[:, :1]
-    assert close("logits", alone.prefill(rest), session.prefill(rest), FP64) is None
-
-
-@pytest.mark.parametrize("cut", ["inside", "after"])
-@pytest.mark.parametrize("chunk", [None, 1, 3, 4, 5, 30])
-def test_an_exact_halo_gives_the_state_of_a_full_prefill(model, ids, cut, chunk):
-    session, alone = Session(model), Session(model)
-    full = alone.prefill(ids[:, :40], True)
-    ced = session.prefill(ids[:, :40], True, "ced", halo="exact", cut=cut, chunk=chunk)
-    assert close("last logits", full, ced, FP64) is None
-    for i in ids[0, 40:]:
-        assert close("decode", alone.decode(i), session.decode(i), FP64) is None
-    near = Session(model).prefill(ids[:, :40], True, "ced", cut=cut, chunk=chunk)
-    assert close("a window is not enough", full, near, FP64) is not None
-
-
-@pytest.mark.parametrize("cut", ["inside", "after"])
-def test_a_chunked_ced_prefill_equals_one_pass(model, ids, cut):
-    whole = Session(model)
-    expected = whole.prefill(ids[:, :40], True, "ced", cut=cut)
-    after = [whole.decode(i) for i in ids[0, 40:]]
-    for chunk in (1, 2, 3, 4, 5, 7, 36, 39, 40):
-        session = Session(model)
-        found = session.prefill(ids[:, :40], True, "ced", cut=cut, chunk=chunk)
-        assert close(f"chunks of {chunk}", expected, found, FP64) is None
-        for i, logits in zip(ids[0, 40:], after, strict=True):
-            assert close("decode", logits, session.decode(i), FP64) is None
-
-
-def test_the_cut_after_the_source_reads_that_layer_whole(model, ids):
-    inside, after = (Session(model).prefill(ids, True, "ced", cut=cut)
-                     for cut in ("inside", "after"))
-    assert not torch.allclose(inside, after)
+    return torch.tensor([text(model, 48)])
 
 
 def test_how_far_layers_reach_at_the_released_sizes():
@@ -134,20 +227,10 @@ def test_how_far_layers_reach_at_the_released_sizes():
     assert replay_start(config, 6000, "exact") == 919
 
 
-def test_a_rewind_takes_back_any_number_of_tokens(model, ids):
-    """From odd and even starts, across the ring: as if the rest had never been read."""
-    for start in (1, 2, 3, 7, 10, 13):
-        for left in range(7):
-            session, alone = Session(model, page_tokens=2), Session(model, page_tokens=2)
-            session.prefill(ids[:, :start])
-            with torch.no_grad():
-                model(ids[:, start : start + 6].flip(1), cache=session.cache, keep=True)
-            session.cache.rewind(torch.tensor([start + left]))
-            taken = ids[:, start : start + 6].flip(1)[:, :left]
-            alone.prefill(torch.cat([ids[:, :start], taken], dim=1))
-            assert session.ids == alone.ids
-            for i in ids[0, 20:26]:
-                assert close("logits", alone.decode(i), session.decode(i), FP64) is None
+def test_the_cut_after_the_source_reads_that_layer_whole(model, ids):
+    inside, after = (Session(model).prefill(ids, True, "ced", cut=cut)
+                     for cut in ("inside", "after"))
+    assert not torch.allclose(inside, after)
 
 
 def test_bad_input_is_refused_and_changes_nothing(model, ids):

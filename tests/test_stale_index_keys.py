@@ -126,3 +126,24 @@ def test_it_is_off_unless_asked_for():
     assert not lab.session().cache.stale_index_keys
     assert not lab.stream("It is").session.cache.stale_index_keys
     assert lab.session(stale_index_keys=True).cache.stale_index_keys
+
+
+def test_an_interrupted_pass_leaves_the_slot_as_it_was():
+    model = random_model(small_config())
+    ids = random_ids(model.config, 30, 1, seed=3)[0].tolist()
+    sessions = [Session(model, stale_index_keys=True) for _ in range(2)]
+    for session in sessions:
+        session.prefill(ids[:12])
+
+    def ctrl_c(*_):
+        raise KeyboardInterrupt
+
+    hook = model.layers[3].register_forward_hook(ctrl_c)  # layer 1 has completed a group
+    with pytest.raises(KeyboardInterrupt):
+        sessions[0].prefill(ids[20:22])
+    hook.remove()
+    forked = sessions[0].fork()
+    for id_ in ids[12:20]:
+        expected = sessions[1].decode(id_)
+        assert torch.equal(expected, sessions[0].decode(id_))
+        assert torch.equal(expected, forked.decode(id_))

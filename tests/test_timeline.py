@@ -18,7 +18,7 @@ def lab():
 
 
 def test_pauses_decide_what_is_found(lab):
-    told = talk(lab, 6, [30.0, 600.0])
+    told = talk(lab.model, lab.tokenizer, 6, [30.0, 600.0])
     kinds = [turn.hit.kind for turn in told.turns]
     known = [turn.hit.known for turn in told.turns]
     assert kinds[0] == "cold" and kinds[2] == kinds[4] == "full"
@@ -41,8 +41,8 @@ def test_pauses_decide_what_is_found(lab):
 
 
 def test_a_second_talk_finds_the_first_ones_pages(lab, tmp_path):
-    first = talk(lab, 4, [1.0], store=str(tmp_path))
-    again = talk(lab, 4, [1.0], store=str(tmp_path))
+    first = talk(lab.model, lab.tokenizer, 4, [1.0], store=str(tmp_path))
+    again = talk(lab.model, lab.tokenizer, 4, [1.0], store=str(tmp_path))
     assert [t.hit.kind for t in first.turns][0] == "cold"
     assert again.turns[-1].stores["disk"] >= first.turns[-1].stores["disk"] > 0
     assert first.turns[-1].length == again.turns[-1].length
@@ -63,7 +63,7 @@ def test_what_does_not_fit_changes_nothing(lab):
             clock.wait(-1)
         assert told.ids == before and len(told.turns) == 1
     with pytest.raises(InputError, match="at least 1"):
-        talk(lab, 0, [1.0])
+        talk(lab.model, lab.tokenizer, 0, [1.0])
 
 
 def test_inspect_cache_prints_both_tables():

@@ -38,11 +38,11 @@ class WindowState:
         return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
-def full_blocks(cache: Cache, first: int = 0) -> list[Block]:
-    """The finished blocks of a one-sequence cache from number `first` on, by reference."""
+def full_blocks(cache: Cache) -> list[Block]:
+    """The finished blocks of a one-sequence cache, by reference."""
     count = int(cache.lengths[0]) // cache.page_tokens
     return [{layer: store.pages[0][number] for layer, store in cache.stores.items()}
-            for number in range(first, count)]
+            for number in range(count)]
 
 
 def window_state(cache: Cache) -> WindowState:

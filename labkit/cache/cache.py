@@ -57,6 +57,7 @@ class Cache:
         self.form, self.rounding, self.page_tokens = form, rounding, page_tokens
         self.stale_index_keys = stale_index_keys
         self.shared_slot: GlobalStore | None = None     # used by the stale fault only
+        self._slot: GlobalStore | None = None           # what it was after the last pass
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
 
@@ -97,7 +98,7 @@ class Cache:
     def begin(self) -> None:
         """Start a pass. What an earlier one left that was cut short is forgotten."""
         self.settle()
-        self._last = None
+        self._last, self.shared_slot = None, self._slot
         for part in (*self._recent(), *self.stores.values()):
             part.begin()
 
@@ -126,7 +127,7 @@ class Cache:
             store.commit(lengths.tolist(), self.config.compress_ratios[layer])
         for row, at, new in zip(self.tokens, start.tolist(), taken, strict=True):
             row[at:] = new
-        self.lengths = lengths
+        self.lengths, self._slot = lengths, self.shared_slot
         self._due = None
 
     def rewind(self, lengths: torch.Tensor) -> None:
@@ -177,9 +178,9 @@ class Cache:
         twin.stores = {layer: s.fork() for layer, s in self.stores.items()}
         twin.look_back = self.look_back.fork()
         twin.tokens = [list(row) for row in self.tokens]
-        if self.shared_slot is not None:
-            owner = next(k for k, s in self.stores.items() if s is self.shared_slot)
-            twin.shared_slot = twin.stores[owner]
+        if self._slot is not None:
+            owner = next(k for k, s in self.stores.items() if s is self._slot)
+            twin._slot = twin.stores[owner]
         twin._last = None
         return twin
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 from labkit.cache.cache import Cache
 from labkit.engine.inspection import columns
+from labkit.engine.prefix_cache import PrefixCache
 from labkit.engine.session import Session
 from labkit.engine.timeline import Conversation, ManualClock, record
 from labkit.errors import InputError
@@ -15,17 +15,9 @@ from labkit.text.corpus import load_corpus
 from labkit.text.tokenizer import Tokenizer
 
 
-class Talker(Protocol):
-    """What a conversation needs of a `Lab`."""
-
-    model: Transformer
-    tokenizer: Tokenizer
-
-    def prefix_cache(self, **options: Any) -> Any: ...
-
-
-def talk(lab: Talker, turns: int, waits: Sequence[float], form: str | None = None,
-         replay: str = "bounded", store: str | None = None, reply: int = 16) -> Conversation:
+def talk(model: Transformer, tokenizer: Tokenizer, turns: int, waits: Sequence[float],
+         form: str | None = None, replay: str = "bounded", store: str | None = None,
+         reply: int = 16) -> Conversation:
     """A conversation about held-out text: each turn says the next paragraph of one novel.
 
     The device's budget holds few blocks, so that all tiers are seen at work. store: a folder for
@@ -36,12 +28,12 @@ def talk(lab: Talker, turns: int, waits: Sequence[float], form: str | None = Non
     text = load_corpus("heldout")["emma"]
     paragraphs = [p for p in text.split("\n\n") if len(p) > 80][:turns]
     clock = ManualClock()
-    page = lab.model.new_cache(1, form)
+    page = model.new_cache(1, form)
     block = sum(n * codec.nbytes for s in page.stores.values()
                 for codec in (s.kv_codec, s.key_codec) for n in (s.page_entries,))
-    with lab.prefix_cache(device=2 * block, host=4 * block, disk=store, form=form, replay=replay,
-                          clock=clock) as cache:
-        return record(cache, lab.tokenizer, clock, paragraphs, waits, reply)
+    with PrefixCache(model, device=2 * block, host=4 * block, disk=store, form=form,
+                     replay=replay, clock=clock) as cache:
+        return record(cache, tokenizer, clock, paragraphs, waits, reply)
 
 
 def parts_table(session: Session) -> str:

@@ -123,9 +123,7 @@ class Generation:
         self.prompt, self.max_new_tokens = list(prompt), max_new_tokens
         self.candidates = candidates
         self.prefill = prefill_mode(prefill)
-        decoder_tail(config, halo)  # refuses an unknown halo
-        if cut not in ("inside", "after"):
-            raise InputError(f"cut is {cut!r}: choose 'inside' or 'after' (the last KV source)")
+        decoder_tail(config, halo, cut)  # refuses an unknown halo or cut
         if chunk is not None:
             _check_count("chunk", chunk, least=1)
         self.halo, self.cut, self.chunk = halo, cut, chunk

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from labkit.cache.blocks import Block, fill, full_blocks, window_state
+from labkit.cache.blocks import Block, WindowState, fill, full_blocks, window_state
 from labkit.cache.cache import Cache
 from labkit.cache.radix import RadixTree
 from labkit.cache.tiers import GLOBAL_LIFETIME, WINDOW_LIFETIME, Tiers, WindowPool
@@ -115,8 +115,7 @@ class PrefixCache:
         if not wanted:
             raise InputError("the prompt is empty: give at least one token")
         session = Session(self.model, self.form, self.page_tokens)
-        blocks, tiers = self._known_blocks(wanted)
-        known = min(len(wanted), self._length, len(blocks) * self.page_tokens)
+        blocks, tiers, known = self._known_blocks(wanted)
         state = self._known_state(wanted, len(blocks))
         start = replay_start(self.model.config, known, self.replay)
         kind: HitKind = "cold"
@@ -164,15 +163,15 @@ class PrefixCache:
         return {**self.tiers.nbytes(), "windows": self.pool.nbytes}
 
     # ---------------------------------------------------------------- looking up
-    def _known_blocks(self, ids: list[int]) -> tuple[list[Block], dict[str, int]]:
-        """Blocks of the longest known beginning; the last may reach beyond it."""
+    def _known_blocks(self, ids: list[int]) -> tuple[list[Block], dict[str, int], int]:
+        """Blocks of the longest known beginning (the last may reach beyond it), how many came
+        from each tier, and the beginning's tokens."""
         match = self._pages.match(ids)
         places = dict(match.marks)
         if match.below is not None:  # a page that goes on otherwise serves up to the fork
             places[match.below[0]] = match.below[1]
         blocks: list[Block] = []
         tiers: Counter[str] = Counter()
-        self._length = match.length
         while (key := places.get((len(blocks) + 1) * self.page_tokens)) is not None:
             found = self.tiers.get(key)
             if found is None:
@@ -180,9 +179,9 @@ class PrefixCache:
                 break
             blocks.append(found[0])
             tiers[found[1]] += 1
-        return blocks, dict(tiers)
+        return blocks, dict(tiers), min(match.length, len(blocks) * self.page_tokens)
 
-    def _known_state(self, ids: list[int], blocks: int):  # type: ignore[no-untyped-def]
+    def _known_state(self, ids: list[int], blocks: int) -> WindowState | None:
         """The window state of the longest beginning that leaves a token to read."""
         for length, key in reversed(self._windows.match(ids[:-1]).marks):
             if length // self.page_tokens <= blocks and (state := self.pool.get(key)) is not None:

@@ -14,7 +14,7 @@ import torch
 from labkit.cache import Cache
 from labkit.config import ModelConfig
 from labkit.errors import InputError
-from labkit.model.transformer import Transformer
+from labkit.model.transformer import Transformer, checked_cut
 from labkit.text.engram_hash import next_history
 
 REPLAYS = ("bounded", "exact")
@@ -34,6 +34,7 @@ def reach(config: ModelConfig, layers: int) -> int:
 
 def decoder_tail(config: ModelConfig, halo: str = "window", cut: str = "inside") -> int:
     """How many of a prompt's last tokens the decoder reads in a CED prefill."""
+    checked_cut(cut)
     if halo not in HALOS:
         raise InputError(f"halo is {halo!r}: choose 'window' or 'exact'")
     if halo == "window":

@@ -24,6 +24,13 @@ from labkit.text.engram_hash import addresses
 from labkit.trace import Taps
 
 
+def checked_cut(cut: str) -> str:
+    """`cut` itself; InputError if there is no such place to cut at."""
+    if cut not in ("inside", "after"):
+        raise InputError(f"cut is {cut!r}: choose 'inside' or 'after' (the last KV source)")
+    return cut
+
+
 @dataclass
 class Output:
     logits: torch.Tensor  # [B,T,V] fp32 or wider; void behind a row's length
@@ -104,8 +111,7 @@ class Transformer(nn.Module):
         if tail is not None and (keep or tail < 0):
             raise InputError(f"tail is {tail}: it must be 0 or more" if tail < 0 else
                              "keep goes with a pass of all layers: leave out tail")
-        if cut not in ("inside", "after"):
-            raise InputError(f"cut is {cut!r}: choose 'inside' or 'after' (the last KV source)")
+        checked_cut(cut)
         if cache is None:  # thrown away after this pass: not worth packing, and one page will do
             cache = self.new_cache(ids.shape[0], "plain", math.lcm(
                 *(r.ratio for r in self.config.roles if r.kind == "full")) * ids.shape[1])

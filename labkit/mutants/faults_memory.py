@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 
@@ -29,6 +30,11 @@ def gates_left_behind() -> list[Patch]:
         "Batches of unequal rows whose short rows gained entries made of padding.",
         "A padded batch that goes on: the short rows' compressed entries are shifted")
 def padding_makes_groups() -> list[Patch]:
+    return groups_counted(lambda run, r: (run.start + run.length) // r - run.start // r)
+
+
+def groups_counted(count: Callable) -> list[Patch]:
+    """A compressor that says count(run, ratio) groups are complete, and a store that keeps them."""
     from labkit.cache.store import GlobalStore
     from labkit.model.compressor import Compressor
 
@@ -39,8 +45,7 @@ def padding_makes_groups() -> list[Patch]:
     def around(original):
         def forward(self, x, run):
             latent, _ = original(self, x, run)
-            complete = (run.start + run.length) // self.ratio - run.start // self.ratio
-            return latent, complete
+            return latent, count(run, self.ratio).clamp(max=latent.shape[1])
         return forward
     return [*method(Compressor, "forward", around), Patch(GlobalStore, "commit", commit)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from labkit.mutants.faults_memory import groups_counted
 from labkit.mutants.record import Patch, everywhere, method, mutant
 
 
@@ -94,20 +95,7 @@ def query_chunks_share_pool_rows() -> list[Patch]:
         "Rounding up when counting groups: the entry lacks its last tokens for good.",
         "compressed_kv after a chunk that ends inside a group")
 def unfinished_group_published() -> list[Patch]:
-    from labkit.cache.store import GlobalStore
-    from labkit.model.compressor import Compressor
-
-    def commit(self, lengths, ratio):  # the store would drop what a row's length does not allow
-        self.counts = list(self._filled)
-        self._forget_joined()
-
-    def around(original):
-        def forward(self, x, run):
-            latent, _ = original(self, x, run)
-            complete = -(-(run.start + run.count) // self.ratio) - run.start // self.ratio
-            return latent, complete.clamp(max=latent.shape[1])
-        return forward
-    return [*method(Compressor, "forward", around), Patch(GlobalStore, "commit", commit)]
+    return groups_counted(lambda run, r: -(-(run.start + run.count) // r) - run.start // r)
 
 
 # ------------------------------------------------------------------ rows of the cache
