@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ from labkit.checkpoint.files import find_tensors, stored_engram_digest
 from labkit.checkpoint.reader import read_state
 from labkit.checkpoint.weights import target_dtype
 from labkit.config import PRESETS, ModelConfig
+from labkit.engine.drafting import draft_at
 from labkit.engine.generate import Generation, Result
 from labkit.engine.prefix_cache import PrefixCache
 from labkit.engine.sampling import Sampling
@@ -65,12 +66,12 @@ def load(
         state = read_state(folder, config, dtype)
     # Built without memory, then given the tensors that were read.
     with torch.device("meta"):
-        model = Transformer(config, classes.to(target), kernels, cache_rounding, target)
+        model = Transformer(config, classes.to(target), kernels, cache_rounding, target,
+                            draft=any(name.startswith("mtp.") for name in state))
     names = [name for name, _ in model.named_parameters()]
-    not_run = sorted(set(state) - set(names))
     model.load_state_dict({name: state[name].to(target) for name in names}, assign=True)
     model.requires_grad_(False)
-    return Lab(model.eval(), tokenizer, str(source), not_run)
+    return Lab(model.eval(), tokenizer, str(source))
 
 
 class Lab:
@@ -82,14 +83,11 @@ class Lab:
     source     what it was loaded from
     """
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, source: str = "",
-                 not_run: Sequence[str] = ()) -> None:
-        """not_run: tensors of the checkpoint that this version computes nothing with."""
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, source: str = "") -> None:
         self.config = model.config
         self.model = model
         self.tokenizer = tokenizer
         self.source = source
-        self._draft_tensors = sum(name.startswith("mtp.") for name in not_run)
 
     def __repr__(self) -> str:
         millions = sum(p.numel() for p in self.model.parameters()) / 1e6
@@ -142,7 +140,7 @@ class Lab:
         return taps
 
     def session(self, form: str | None = None, page_tokens: int | None = None,
-                stale_index_keys: bool = False) -> Session:
+                stale_index_keys: bool = False, draft: bool | None = None) -> Session:
         """An empty sequence: `prefill`, `decode`, `snapshot`, `restore`, `fork`, `crop`, `nbytes`.
 
         form         how the cache stores its vectors: "packed" (4-bit global KV and index keys,
@@ -152,10 +150,11 @@ class Lab:
         page_tokens  tokens whose entries share a page of memory; a multiple of every ratio
         stale_index_keys  a fault of the released reference code, to be looked at: a decode step
                      that leaves a pair of tokens half full scores another layer's index keys
+        draft        hold the draft's windows, which speculation reads; None: if there is a draft
         InputError for an unknown form or one that cannot hold the values, and for page_tokens
         that would cut a group.
         """
-        return Session(self.model, form, page_tokens, stale_index_keys)
+        return Session(self.model, form, page_tokens, stale_index_keys, draft)
 
     def prefix_cache(self, **options: Any) -> PrefixCache:
         """A `labkit.engine.prefix_cache.PrefixCache` of this model, with its options."""
@@ -209,13 +208,35 @@ class Lab:
             generation.interrupt()
         return generation.result()
 
-    def draft(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """The DSpark draft, which this version does not compute: always an InputError."""
-        if self._draft_tensors:
-            raise InputError(f"this version of labkit does not compute the draft, though "
-                             f"{self.source} holds its {self._draft_tensors:,} mtp.* tensors")
-        raise InputError(f"{self.source or 'this model'} has no draft: its checkpoint holds no "
-                         "mtp.* tensors")
+    @property
+    def has_draft(self) -> bool:
+        """Whether the checkpoint came with a draft (`mtp.*`)."""
+        return self.model.mtp is not None
+
+    def draft(self, ids: torch.Tensor | Sequence[int] | str,
+              anchor_positions: torch.Tensor | Sequence[int],
+              previous_token_ids: torch.Tensor | Sequence[int] | None = None,
+              slots: int | None = None) -> Taps:
+        """What the draft (DSpark) guesses behind some tokens of a text, from one pass over it.
+
+        ids                 int [B,T] (or [T], or text: with BOS in front)
+        anchor_positions    [B,A] (or [A]: the same in every row), 0..T-1; slot k of the block of
+                            an anchor at a guesses the token at a+1+k
+        previous_token_ids  [B,A*n]: the token before the one that each slot guesses; None: as
+                            drafted greedily, left to right
+        slots               n, by default `dspark_block_size`
+        Names: dspark.target_features [B,T,targets*D]; of all slots, block after block, [B,A*n,...]:
+        dspark.raw_hidden, .normalized_hidden, .base_logits, .markov_logits (the bias alone),
+        .confidence_logits (before the sigmoid), .previous_token_ids; and .anchor_positions.
+        InputError for a model without draft and for what does not fit.
+        """
+        if self.model.mtp is None:
+            raise InputError(f"{self.source or 'this model'} has no draft: its checkpoint holds "
+                             "no mtp.* tensors")
+        ids = as_ids(self.encode(ids) if isinstance(ids, str) else ids)
+        return draft_at(self.model, ids, as_ids(anchor_positions, "anchor_positions"),
+                        None if previous_token_ids is None
+                        else as_ids(previous_token_ids, "previous_token_ids"), slots)
 
 
 def model_folder(source: str | Path) -> Path:
@@ -298,5 +319,5 @@ def _refuse_borrowed_weights(folder: Path) -> None:
 
 def _random_state(config: ModelConfig, classes: torch.Tensor,
                   dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    state = init_weights(Transformer(config, classes), seed=0).state_dict()
+    state = init_weights(Transformer(config, classes, draft=True), seed=0).state_dict()
     return {name: p.to(target_dtype(name, config, dtype)) for name, p in state.items()}

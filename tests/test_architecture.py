@@ -54,7 +54,7 @@ def test_storage_is_the_layout_s():
 def model():
     config = ModelConfig.preset("nano")
     classes = torch.arange(config.vocab_size) % config.engram_compressed_vocab_size
-    return Transformer(config, engram_classes=classes)
+    return Transformer(config, engram_classes=classes, draft=True)
 
 
 def test_code_column_names_the_class_and_attribute_that_hold_the_tensor(model):
@@ -66,7 +66,9 @@ def test_code_column_names_the_class_and_attribute_that_hold_the_tensor(model):
         key = plain(name)
         if key.endswith("gate.weight") and "ffn" in key:  # the gate holds its weight itself
             owner, path = model.get_submodule(name.removesuffix(".weight")), ["weight"]
-        assert told[key] == f"{type(owner).__name__}.{path[-1]}", name
+        # A stage of the draft is a Block, its attention an Attention.
+        owners = {f"{kind.__name__}.{path[-1]}" for kind in type(owner).__mro__}
+        assert told[key] in owners, name
         seen.add(key)
     # and what the table calls planned is what the model does not hold yet
     assert {key for key, code in told.items() if code != "planned"} == seen
@@ -97,13 +99,16 @@ def test_shapes_in_symbols_are_the_model_s(model):
         "d": c.head_dim, "G": c.o_groups, "Hi": c.index_n_heads, "di": c.index_head_dim,
         "E": c.n_routed_experts, "F": c.moe_intermediate_size, "N": c.engram_max_ngram_size,
         "heads": c.engram_n_heads, "q_lora_rank": c.q_lora_rank, "o_lora_rank": c.o_lora_rank,
-        "engram_head_dim": c.engram_head_dim,
+        "engram_head_dim": c.engram_head_dim, "rank": c.dspark_markov_rank,
+        "targets": len(c.dspark_target_layer_ids),
     }  # fmt: skip
     shapes = {row[0]: row[3] for row in ROWS}
     for name, parameter in model.named_parameters():
         values = dict(symbols)
         if "engram" in name:
             values["rows"] = parameter.shape[0]  # a sum of primes, checked with the addresses
+        if name.startswith("mtp."):
+            values["E"] = c.dspark_n_routed_experts
         formula = shapes[plain(name)].replace("·", "*").replace("C(", "C*(")
         expected = [eval(part, {}, values) for part in formula.split(", ")]
         assert list(parameter.shape) == expected, name

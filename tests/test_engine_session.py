@@ -140,7 +140,8 @@ def test_bytes_are_those_of_the_cache(lab):
     session, c = lab.session(form="plain"), lab.config
     empty = session.nbytes()
     assert set(empty) == PARTS
-    assert empty["global_kv"] == empty["index_keys"] == empty["draft"] == 0
+    assert empty["global_kv"] == empty["index_keys"] == 0
+    assert empty["draft"] == 3 * c.sliding_window * c.head_dim * 4      # a window a stage
     assert empty["window"] == c.num_hidden_layers * c.sliding_window * c.head_dim * 4
     session.prefill(ids_of(21))
     for i in ids_of(5, 1):
@@ -150,6 +151,8 @@ def test_bytes_are_those_of_the_cache(lab):
     assert full["global_kv"] == (13 + 13 + 26) * c.head_dim * 4
     assert full["index_keys"] == (13 + 13 + 26) * c.index_head_dim * 4
     assert full["window"] == empty["window"] and full["reserved"] > 0
+    assert full["draft"] == empty["draft"]
+    assert lab.session(draft=False).nbytes()["draft"] == 0
 
 
 def test_refused_input_leaves_the_session_as_it_was(lab):

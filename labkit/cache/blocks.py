@@ -50,7 +50,7 @@ def window_state(cache: Cache) -> WindowState:
     cache.settle()
     partial = {layer: store.lend_last(0) for layer, store in cache.stores.items()}
     return WindowState(
-        int(cache.lengths[0]), tuple((w.rows, w.first) for w in cache.windows),
+        int(cache.lengths[0]), tuple((w.rows, w.first) for w in cache.rings),
         {layer: tail.rows for layer, tail in cache.tails.items()}, cache.look_back.rows, partial)
 
 
@@ -70,7 +70,7 @@ def fill(cache: Cache, ids: list[int], blocks: list[Block], state: WindowState |
         store.adopt(0, pages + ([last] if last else []),
                     len(ids) // cache.config.compress_ratios[layer])
     if state is not None:
-        for ring, (rows, first) in zip(cache.windows, state.windows, strict=True):
+        for ring, (rows, first) in zip(cache.rings, state.windows, strict=True):
             ring.rows, ring.first = rows, first
         for layer, rows in state.tails.items():
             cache.tails[layer].rows = rows

@@ -32,6 +32,7 @@ class Cache:
     windows   per layer a `WindowRing`
     stores    per Full layer a `GlobalStore`; tails: per Full layer with ratio > 1 a `Tail`
     look_back Engram classes of the last N-1 tokens
+    draft_windows  per stage of the draft a `WindowRing` of the target's features; none: no draft
 
     form      how rows are stored, one of `labkit.numerics.rows.FORMS`
     rounding  False: cache rounding is off (form "plain" only)
@@ -40,11 +41,13 @@ class Cache:
     stale_index_keys  behave as the released reference code does: one slot holds the published
               index keys of whichever Full layer completed a group last, so that a decode step
               that leaves a group unfinished scores another layer's keys
+    draft     hold the windows that the draft (DSpark) reads
     """
 
     def __init__(self, config: ModelConfig, batch: int = 1, dtype: torch.dtype = torch.float32,
                  device: torch.device | str = "cpu", form: str = "packed", rounding: bool = True,
-                 page_tokens: int | None = None, stale_index_keys: bool = False) -> None:
+                 page_tokens: int | None = None, stale_index_keys: bool = False,
+                 draft: bool = False) -> None:
         device = torch.device(device)
         ratios = [role.ratio for role in config.roles if role.kind == "full"]
         unit = math.lcm(*ratios)
@@ -67,6 +70,8 @@ class Cache:
         window = codec(config.head_dim, "fp8")
         self.windows = [WindowRing(batch, config.sliding_window, window, device)
                         for _ in range(config.num_hidden_layers)]
+        self.draft_windows = [WindowRing(batch, config.sliding_window, window, device)
+                              for _ in range(config.num_nextn_predict_layers if draft else 0)]
         self.stores: dict[int, GlobalStore] = {}
         self.tails: dict[int, Tail] = {}
         fp32 = wide(torch.empty(0, dtype=dtype)).dtype
@@ -88,9 +93,14 @@ class Cache:
     def batch(self) -> int:
         return self.lengths.shape[0]
 
+    @property
+    def rings(self) -> list[WindowRing]:
+        """All windows: those of the layers, then those of the draft's stages."""
+        return self.windows + self.draft_windows
+
     def _recent(self) -> Iterator[WindowRing | Tail | LookBack]:
         """The parts that hold the last rows of something."""
-        yield from self.windows
+        yield from self.rings
         yield from self.tails.values()
         yield self.look_back
 
@@ -166,7 +176,7 @@ class Cache:
     def empty(self) -> Cache:
         """A fresh cache of the same kind."""
         return Cache(self.config, self.batch, self.dtype, self.device, self.form, self.rounding,
-                     self.page_tokens, self.stale_index_keys)
+                     self.page_tokens, self.stale_index_keys, bool(self.draft_windows))
 
     def fork(self) -> Cache:
         """A second sequence with the same past. Pages are shared, nothing is copied before one
@@ -174,6 +184,7 @@ class Cache:
         self.settle()
         twin = copy.copy(self)
         twin.windows = [w.fork() for w in self.windows]
+        twin.draft_windows = [w.fork() for w in self.draft_windows]
         twin.tails = {layer: t.fork() for layer, t in self.tails.items()}
         twin.stores = {layer: s.fork() for layer, s in self.stores.items()}
         twin.look_back = self.look_back.fork()
@@ -196,7 +207,7 @@ class Cache:
         for layer, store in self.stores.items():
             store.crop([n // self.config.compress_ratios[layer] for n in lengths])
         at = torch.tensor(enter, device=self.device)
-        for ring in self.windows:
+        for ring in self.rings:
             ring.begin()
             ring.first = at
         for tail in self.tails.values():
@@ -222,6 +233,7 @@ class Cache:
                 used[part] += filled
                 used["reserved"] += allocated - filled
         used["window"] = sum(w.nbytes for w in self.windows)
+        used["draft"] = sum(w.nbytes for w in self.draft_windows)
         used["remainder"] = sum(t.nbytes for t in self.tails.values())
         used["engram"] = self.look_back.nbytes
         return used

@@ -8,12 +8,16 @@ the part costs no memory until one of the two goes on.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 
 
 class Recent:
     """`rows` [B, n, ...]: the last n rows of every sequence, oldest first."""
+
+    per_sequence: tuple[str, ...] = ("rows",)   # tensors [B, ...]: one place for each sequence
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows
@@ -52,6 +56,15 @@ class Recent:
     def fork(self):  # type: ignore[no-untyped-def]
         """A copy that goes its own way from here."""
         twin = copy.copy(self)
+        twin.begin()
+        return twin
+
+    @classmethod
+    def gathered(cls, parts: Sequence[Self], chosen: torch.Tensor) -> Self:
+        """A part of the sequences chosen [n], counted through all parts one after the other."""
+        twin = copy.copy(parts[0])
+        for name in cls.per_sequence:
+            setattr(twin, name, torch.cat([getattr(part, name) for part in parts])[chosen])
         twin.begin()
         return twin
 

@@ -8,6 +8,7 @@ that writes into it while another may still read it (copy on write).
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -160,12 +161,24 @@ class GlobalStore:
     # ------------------------------------------------------------------ sharing
     def fork(self) -> GlobalStore:
         """A copy that shares all pages; each side copies the last one before it writes."""
-        self.begin()
-        twin = copy.copy(self)
-        twin.pages = [list(pages) for pages in self.pages]
-        twin.counts = list(self.counts)
-        self._shared = [True] * len(self.counts)
-        twin._shared = [True] * len(self.counts)
+        return self.gathered([self], range(len(self.counts)))
+
+    @staticmethod
+    def gathered(stores: Sequence[GlobalStore], chosen: Sequence[int]) -> GlobalStore:
+        """A store of the chosen rows, counted through all stores one after the other.
+
+        Pages are shared, as in a fork, and the stores stay usable.
+        """
+        for store in stores:
+            store.begin()
+        every = [(store, b) for store in stores for b in range(len(store.counts))]
+        rows = [every[number] for number in chosen]
+        for store, b in rows:
+            store._shared[b] = True
+        twin = copy.copy(stores[0])
+        twin.pages = [list(store.pages[b]) for store, b in rows]
+        twin.counts = [store.counts[b] for store, b in rows]
+        twin._shared = [True] * len(rows)
         twin.begin()
         return twin
 

@@ -17,6 +17,8 @@ class WindowRing(Recent):
     that saw the end of the prompt only): what a slot holds for positions below it is void.
     """
 
+    per_sequence = ("rows", "first")
+
     def __init__(self, batch: int, window: int, codec: RowCodec, device: torch.device) -> None:
         super().__init__(torch.zeros(batch, window, codec.columns, dtype=codec.row_dtype,
                                      device=device))
@@ -40,6 +42,12 @@ class WindowRing(Recent):
         self._first = self.first if enter is None else torch.where(enter >= 0, enter, self.first)
         rows = self.extend(self.codec.encode(new), start, count, keep)
         return self.codec.decode(rows), start - self._first
+
+    def read(self, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rounded vectors of positions length[b]-W .. length[b]-1, [B,W,d], and how many of
+        them exist, [B]: the last ones."""
+        known = (length - self.first).clamp(0, self.window)
+        return self.codec.decode(self._in_order(length)), known
 
     def commit(self) -> None:
         super().commit()

@@ -31,13 +31,14 @@ class Session:
     `prefill` and `decode` are the same pass over the same cache, of many tokens or of one. A
     pass that is cut short (Ctrl-C) leaves the session as it was before it.
 
-    form, page_tokens, stale_index_keys: see `labkit.cache.Cache`.
+    form, page_tokens, stale_index_keys, draft: see `labkit.cache.Cache`.
     """
 
     def __init__(self, model: Transformer, form: str | None = None,
-                 page_tokens: int | None = None, stale_index_keys: bool = False) -> None:
+                 page_tokens: int | None = None, stale_index_keys: bool = False,
+                 draft: bool | None = None) -> None:
         self.model = model
-        self.cache = model.new_cache(1, form, page_tokens, stale_index_keys)
+        self.cache = model.new_cache(1, form, page_tokens, stale_index_keys, draft)
         self._small = is_small(model)
 
     @property

@@ -20,7 +20,7 @@ def sparse_attention(
     """One softmax over window keys, selected compressed entries and a sink.
 
     q         [B,T,H,d]   rotated queries of positions start..start+T-1
-    window    [B,W+T,d]   column j is the key (and value) of position start-W+j
+    window    [B,W+T,d]   column j is the key (and value) of position start-W+j; W may be 0
     entries   [B,S,d]     compressed KV, or None in a window-only layer
     selected  [B,T,K]     entry numbers, -1 = none
     sink      [H]         logit that only enters the denominator

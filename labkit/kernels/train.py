@@ -57,7 +57,8 @@ def sparse_attention(
     selected: torch.Tensor | None, sink: torch.Tensor, start: torch.Tensor,
 ) -> torch.Tensor:
     """As `reference.sparse_attention`, for passes longer than the window."""
-    if q.shape[1] <= window.shape[1] - q.shape[1]:
+    W = window.shape[1] - q.shape[1]
+    if q.shape[1] <= W or W == 0:
         return cpu.sparse_attention(q, window, entries, selected, sink, start)
     with torch.autocast("cpu", enabled=False):
         return _Attention.apply(q, window, entries, selected, sink, start)  # type: ignore

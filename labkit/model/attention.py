@@ -16,6 +16,12 @@ from labkit.model.norm import RMSNorm
 from labkit.model.rope import rotate
 from labkit.model.run import Run
 
+Turns = tuple[torch.Tensor, torch.Tensor]  # cos, sin, [B,T,R/2] each
+
+
+def _per_head(turns: Turns) -> Turns:
+    return turns[0][:, :, None], turns[1][:, :, None]                   # [B,T,1,R/2]
+
 
 class GroupedLinear(nn.Module):
     """Block-diagonal projection: group g of the input meets only its own rows of the weight."""
@@ -32,10 +38,10 @@ class GroupedLinear(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, role: LayerRole) -> None:
+    def __init__(self, config: ModelConfig, role: LayerRole, name: str) -> None:
         super().__init__()
         c = self.config = config
-        self.role = role
+        self.role, self.name = role, name
         self.wq_a = nn.Linear(c.hidden_size, c.q_lora_rank, bias=False)
         self.q_norm = RMSNorm(c.q_lora_rank, c.rms_norm_eps)
         self.wq_b = nn.Linear(c.q_lora_rank, c.num_attention_heads * c.head_dim, bias=False)
@@ -54,18 +60,12 @@ class Attention(nn.Module):
 
         published: `publish` has already stored the entries of these tokens.
         """
-        c, role, name = self.config, self.role, f"layers.{self.role.layer}.attn"
+        role, name = self.role, self.name
         turns = run.turns(compressed=role.ratio > 0)                    # [B,T,R/2] each
-        per_head = (turns[0][:, :, None], turns[1][:, :, None])         # [B,T,1,R/2]
-
-        q_latent = self.q_norm(self.wq_a(x))                            # [B,T,q_lora]
-        q = self.wq_b(q_latent).unflatten(-1, (c.num_attention_heads, c.head_dim))
-        q = rotate(q, per_head)                                         # [B,T,H,d]
-
-        # One vector per token serves as key and value of every head, rotated and rounded whole.
-        kv = rotate(self.kv_norm(self.wkv(x)), turns)                   # [B,T,d]
+        q_latent, q = self.queries(x, turns)                    # [B,T,q_lora], [B,T,H,d]
         window, start = run.cache.windows[role.layer].take_in(
-            kv, run.start, run.count, run.enter, run.keep)              # [B,W+T,d], [B]
+            self.key_values(x, turns), run.start, run.count, run.enter, run.keep)
+        # [B,W+T,d], [B]
 
         if role.kind == "full" and not published:
             self.publish(x, run)
@@ -78,16 +78,36 @@ class Attention(nn.Module):
         run.tap(f"{name}.q", q)
         run.tap(f"{name}.window", window)
         y = run.kernels.sparse_attention(q, window, entries, selection, self.attn_sink, start)
-        # Keys are values here, so values carry their rotation: turn it back at the query's place.
-        y = rotate(y.to(x.dtype), per_head, inverse=True)               # [B,T,H,d]
-        y = y.flatten(-2).unflatten(-1, (c.o_groups, -1))               # [B,T,G,H*d/G]
-        out = self.wo_b(self.wo_a(y))                                   # [B,T,D]
+        out = self.output(y.to(x.dtype), turns)                         # [B,T,D]
         run.tap(f"{name}.out", out)
+        return out
+
+    def queries(self, x: torch.Tensor, turns: Turns) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [B,T,D] -> the latent [B,T,q_lora], which the index reads too, and q [B,T,H,d]."""
+        c = self.config
+        q_latent = self.q_norm(self.wq_a(x))
+        q = self.wq_b(q_latent).unflatten(-1, (c.num_attention_heads, c.head_dim))
+        return q_latent, rotate(q, _per_head(turns))
+
+    def key_values(self, x: torch.Tensor, turns: Turns) -> torch.Tensor:
+        """[B,T,D] -> [B,T,d]: one vector per token is key and value of every head, rotated whole.
+
+        Not rounded yet: what stores it does that.
+        """
+        kv = rotate(self.kv_norm(self.wkv(x)), turns)
+        return kv
+
+    def output(self, y: torch.Tensor, turns: Turns) -> torch.Tensor:
+        """Weighted values [B,T,H,d] -> [B,T,D]."""
+        # Keys are values here, so values carry their rotation: turn it back at the query's place.
+        y = rotate(y, _per_head(turns), inverse=True)                   # [B,T,H,d]
+        y = y.flatten(-2).unflatten(-1, (self.config.o_groups, -1))     # [B,T,G,H*d/G]
+        out = self.wo_b(self.wo_a(y))
         return out
 
     def publish(self, x: torch.Tensor, run: Run) -> None:
         """Compress, store (which rounds), and make this layer's cache the one that is read."""
-        name, ratio, cache = f"layers.{self.role.layer}.attn", self.role.ratio, run.cache
+        name, ratio, cache = self.name, self.role.ratio, run.cache
         latent, complete = self.compressor(x, run)                      # [B,G,d], [B]
         entries = rotate(latent, run.group_turns(ratio, latent.shape[1]))
         store = cache.stores[self.role.layer]

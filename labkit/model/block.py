@@ -17,18 +17,22 @@ from labkit.model.run import Run
 class Block(nn.Module):
     """Single-pass hyper-connections: a site reads the streams with the *previous* site's `pre`."""
 
-    def __init__(self, config: ModelConfig, role: LayerRole) -> None:
+    def __init__(self, config: ModelConfig, role: LayerRole, name: str,
+                 attention: type[Attention] = Attention, experts: int | None = None,
+                 per_token: int | None = None) -> None:
+        """name: prefix of the checkpoint's keys. experts, per_token: None, the backbone's."""
         super().__init__()
         c = self.config = config
-        self.role = role
+        self.role, self.name = role, name
         if role.engram:
             self.engram = Engram(c, role.layer)
         self.attn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.attn = Attention(c, role)
+        self.attn = attention(c, role, f"{name}.attn")
         self.ffn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.ffn = MoE(c, f"layers.{role.layer}.ffn", c.n_routed_experts, c.num_experts_per_tok)
+        self.ffn = MoE(c, f"{name}.ffn", experts or c.n_routed_experts,
+                       per_token or c.num_experts_per_tok)
         C, D = c.hc_mult, c.hidden_size
-        for site in ("attn", "ffn"):  # checkpoint keys layers.{i}.hc_attn_fn, ...
+        for site in ("attn", "ffn"):  # checkpoint keys {name}.hc_attn_fn, ...
             self.register_parameter(f"hc_{site}_fn", nn.Parameter(torch.empty(C * (C + 2), C * D)))
             self.register_parameter(f"hc_{site}_base", nn.Parameter(torch.zeros(C * (C + 2))))
             self.register_parameter(f"hc_{site}_scale", nn.Parameter(torch.ones(3)))
@@ -41,12 +45,12 @@ class Block(nn.Module):
     def enter(self, h: torch.Tensor, run: Run, rows: torch.Tensor | None,
               blocked: torch.Tensor) -> torch.Tensor:
         """The Engram update of the streams, where this layer has one."""
-        name = f"layers.{self.role.layer}"
-        run.tap(f"{name}.streams_in", h)
+        run.tap(f"{self.name}.streams_in", h)
         if self.role.engram:
             assert rows is not None
             h = self.engram(h, rows, blocked, run)
-        run.tap(f"{name}.streams_after_engram", h)
+        run.tap(f"{self.name}.streams_after_engram", h)
+        run.entering(self.role.layer, h)
         return h
 
     def publish(self, h: torch.Tensor, pre: torch.Tensor, run: Run) -> None:

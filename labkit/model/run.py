@@ -12,6 +12,7 @@ from labkit.cache.recent import take_rows
 from labkit.config import ModelConfig
 from labkit.model.rope import rotation
 from labkit.numerics.blocks import fake_quantize
+from labkit.numerics.precision import wide
 from labkit.trace import Taps
 
 
@@ -46,6 +47,7 @@ class Run:
     enter: torch.Tensor | None = None
     keep: bool = False                          # the cache must be able to rewind this pass
     published: Published = field(default_factory=Published)
+    features: dict[int, torch.Tensor] = field(default_factory=dict)  # [B,T,D] by target layer
     _turns: dict[object, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,7 +69,13 @@ class Run:
             None if per_token is None else take_rows(per_token, columns)
             for per_token in (p.selection, p.candidates)))
         return Run(self.config, self.cache, self.kernels, self.start + cut, kept, length,
-                   self.dtype, self.rounding, self.taps, enter, self.keep, published), columns
+                   self.dtype, self.rounding, self.taps, enter, self.keep, published,
+                   {layer: take_rows(f, columns) for layer, f in self.features.items()}), columns
+
+    def entering(self, layer: int, h: torch.Tensor) -> None:
+        """h [B,T,C,D] enters a layer: the draft's feature, if it is one of its target layers."""
+        if self.cache.draft_windows and layer in self.config.dspark_target_layer_ids:
+            self.features[layer] = wide(h).mean(2).to(h.dtype)           # [B,T,D]
 
     def turns(self, compressed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin) at the tokens' positions, [B,T,R/2]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,6 +17,7 @@ from labkit.cache.recent import take_rows
 from labkit.config import ModelConfig
 from labkit.errors import InputError
 from labkit.model.block import Block
+from labkit.model.dspark import BlockRun, DSpark, Slots, Window
 from labkit.model.hyper import collapse
 from labkit.model.norm import RMSNorm
 from labkit.model.run import Run
@@ -47,19 +49,22 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, engram_classes: torch.Tensor | None = None,
                  kernel_set: str = "auto", cache_rounding: bool = True,
-                 device: torch.device | str | None = None) -> None:
+                 device: torch.device | str | None = None, draft: bool = False) -> None:
         """engram_classes: int64 [V], class of every id (`labkit.text.engram_classes`).
 
         device: where it will run, if it is built elsewhere; only `kernel_set` "auto" looks at it.
+        draft: with the stages of DSpark, `mtp`.
         """
         super().__init__()
         self.config = config
         self.kernels = kernels.get(kernel_set, device or torch.get_default_device())
         self.cache_rounding = cache_rounding
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, role) for role in config.roles)
+        self.layers = nn.ModuleList(Block(config, role, f"layers.{role.layer}")
+                                    for role in config.roles)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.mtp = DSpark(config) if draft and config.num_nextn_predict_layers else None
         if engram_classes is None:
             if config.engram_layer_ids:
                 raise InputError("a model with Engram layers needs the class map of its tokenizer: "
@@ -76,11 +81,15 @@ class Transformer(nn.Module):
         return self.embed.weight.device
 
     def new_cache(self, batch: int = 1, form: str | None = None, page_tokens: int | None = None,
-                  stale_index_keys: bool = False) -> Cache:
-        """An empty past. form None: packed, or plain where cache rounding is off (see `Cache`)."""
+                  stale_index_keys: bool = False, draft: bool | None = None) -> Cache:
+        """An empty past. form None: packed, or plain where cache rounding is off (see `Cache`).
+
+        draft: hold the draft's windows as well; None: if the model has a draft.
+        """
         form = form or ("packed" if self.cache_rounding else "plain")
         return Cache(self.config, batch, self.dtype, self.device, form, self.cache_rounding,
-                     page_tokens, stale_index_keys)
+                     page_tokens, stale_index_keys,
+                     self.mtp is not None if draft is None else draft)
 
     def forward(self, ids: torch.Tensor, lengths: torch.Tensor | None = None, *,
                 cache: Cache | None = None, taps: Taps | None = None,
@@ -114,7 +123,8 @@ class Transformer(nn.Module):
         checked_cut(cut)
         if cache is None:  # thrown away after this pass: not worth packing, and one page will do
             cache = self.new_cache(ids.shape[0], "plain", math.lcm(
-                *(r.ratio for r in self.config.roles if r.kind == "full")) * ids.shape[1])
+                *(r.ratio for r in self.config.roles if r.kind == "full")) * ids.shape[1],
+                draft=False)
         cache.begin()
         run = Run(self.config, cache, self.kernels, cache.lengths, count, ids.shape[1], self.dtype,
                   self.cache_rounding, taps, keep=keep)
@@ -163,7 +173,7 @@ class Transformer(nn.Module):
                 block.publish(h, pre, run)                  # the decoder's global KV, all tokens
             last, columns = run.tail(tail)
             if tail == 0:
-                for ring in cache.windows[layer + (cut == "after"):]:
+                for ring in cache.rings[layer + (cut == "after"):]:
                     ring.enter(run.start + run.count)
                 return h[:, :0, 0], last
             run, blocked = last, ~last.live
@@ -172,7 +182,26 @@ class Transformer(nn.Module):
             rows = None if rows is None else take_rows(rows, columns)
             if cut == "inside":
                 h, pre = block.sites(h, pre, run, published=True)
+        if cache.draft_windows:
+            assert self.mtp is not None
+            self.mtp.take_in(run)
         return collapse(h, pre), run
+
+    def draft(self, anchors: torch.Tensor, positions: torch.Tensor, windows: Sequence[Window],
+              slots: int, taps: Taps | None = None) -> Slots:
+        """One pass of the draft for N blocks of n slots.
+
+        anchors [N] ids and positions [N]: the newest token of each, which the target has not read
+        windows of every stage: rows [N,W,d] of the positions before the anchors, how many exist
+        """
+        assert self.mtp is not None, "the model has no draft"
+        c = self.config
+        ids = torch.full((len(anchors), slots), c.dspark_noise_token_id, device=self.device)
+        ids[:, 0] = anchors                                             # [N,n]
+        run = BlockRun(c, self.new_cache(0, "plain", draft=False), self.kernels, positions,
+                       torch.full_like(positions, slots), slots, self.dtype, self.cache_rounding,
+                       taps, windows=windows)
+        return self.mtp.slots(self.mtp(self.embed(ids), run), self.head.weight)
 
     def _checked(self, ids: torch.Tensor, lengths: torch.Tensor | None,
                  cache: Cache | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,6 +238,9 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.settle()
             past = cache.lengths
+            if cache.draft_windows and self.mtp is None:
+                raise InputError("the cache has windows of a draft, which this model lacks: make "
+                                 "it with model.new_cache()")
         longest = int((past + count).max())
         if longest > self.config.max_position_embeddings:
             raise InputError(

@@ -99,11 +99,7 @@ def classes() -> tuple[torch.Tensor, int]:
 
 @functools.cache
 def _state(place: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return _backbone(read_state(place, config, dtype))
-
-
-def _backbone(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state.items() if not name.startswith("mtp.")}
+    return read_state(place, config, dtype)
 
 
 def model(name: str, rounding: bool = False, kernel_set: str = "reference",
@@ -112,7 +108,7 @@ def model(name: str, rounding: bool = False, kernel_set: str = "reference",
     config = case(name).config
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     if fresh:
-        state = _backbone(read_state(weights_folder(name), config, dtype))
+        state = read_state(weights_folder(name), config, dtype)
     else:
         state = _state(weights_folder(name), config, dtype)
     return build(config, state, rounding, kernel_set)
@@ -130,8 +126,10 @@ def build(config: ModelConfig, state: Mapping[str, torch.Tensor], rounding: bool
     """A model that holds `state` itself (no copy), each parameter in the dtype it has there."""
     if class_map is None:
         class_map = classes()[0]
+    draft = any(name.startswith("mtp.") for name in state)
     with torch.device("meta"):
-        out = Transformer(config, torch.empty(0, dtype=torch.int64), kernel_set, rounding)
+        out = Transformer(config, torch.empty(0, dtype=torch.int64), kernel_set, rounding,
+                          draft=draft)
     out.load_state_dict(dict(state), strict=True, assign=True)
     out.engram_classes = class_map
     return out.eval()
