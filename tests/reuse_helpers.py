@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 
 import labkit
@@ -91,3 +92,20 @@ def untouched(before, cache: Cache) -> None:
         store, n = cache.stores[layer], cache.stores[layer].counts[0]
         assert torch.equal(store.values()[:, :n], values[:, :n]), layer
         assert torch.equal(store.keys()[:, :n], keys[:, :n]), layer
+
+
+class Interrupt:
+    """Stands in for a method: Ctrl-C before or after it has done its work."""
+
+    def __init__(self, plain, late):
+        self.plain, self.late = plain, late
+
+    def __call__(self, *args, **kwargs):
+        if self.late:
+            self.plain(*args, **kwargs)
+        raise KeyboardInterrupt
+
+
+def cut_short(call):
+    with pytest.raises(KeyboardInterrupt):
+        call()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from reuse_helpers import (
+    Interrupt,
+    cut_short,
     must_be_close,
     nano,
     read_on,
@@ -137,23 +139,6 @@ def test_rewind_refuses_what_was_not_kept():
 
 
 # ---------------------------------------------------------------------------- interrupts
-class Interrupt:
-    """Stands in for a method: Ctrl-C before or after it has done its work."""
-
-    def __init__(self, plain, late):
-        self.plain, self.late = plain, late
-
-    def __call__(self, *args, **kwargs):
-        if self.late:
-            self.plain(*args, **kwargs)
-        raise KeyboardInterrupt
-
-
-def cut_short(call):
-    with pytest.raises(KeyboardInterrupt):
-        call()
-
-
 @pytest.mark.parametrize("layer", range(7))
 @pytest.mark.parametrize("site", ["attn", "ffn"])
 def test_ctrl_c_in_any_layer_changes_nothing(layer, site, monkeypatch):

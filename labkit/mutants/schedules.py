@@ -63,10 +63,13 @@ def row(taps: dict[str, torch.Tensor], b: int, length: int, config: ModelConfig
 
 def in_ragged_chunks(model: Transformer, ids: torch.Tensor, counts: Sequence[Sequence[int]],
                      cache: Cache | None = None) -> list[dict[str, torch.Tensor]]:
-    """Row b takes in counts[p][b] tokens in pass p (at least 1 each): one joined run per row."""
+    """Row b takes in counts[p][b] tokens in pass p (at least 1 each): one joined run per row.
+
+    ids [B,T] are those after what the cache holds already.
+    """
     B = ids.shape[0]
     cache = cache if cache is not None else model.new_cache(B)
-    at = [0] * B
+    past, at = cache.lengths.tolist(), [0] * B
     rows: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(B)]
     for count in counts:
         width = max(count)
@@ -76,7 +79,7 @@ def in_ragged_chunks(model: Transformer, ids: torch.Tensor, counts: Sequence[Seq
             at[b] += n
         taps = one_pass(model, part, torch.tensor(list(count)), cache=cache)
         for b, n in enumerate(count):
-            rows[b].append(_live(taps, b, n, at[b], model.config))
+            rows[b].append(_live(taps, b, n, past[b] + at[b], model.config))
     return [join(parts) for parts in rows]
 
 
