@@ -37,6 +37,10 @@ REQUIRED = {
     "restored means restored": ["snapshot_shares_entries", "fork_shares_remainder"],
     "rejected drafts": ["rewind_forgets_windows", "rewind_forgets_remainder",
                         "rewind_forgets_lookback", "rewind_forgets_entries"],
+    "scheduler that looks ahead": ["scheduler_looks_ahead", "threshold_looks_ahead",
+                                   "budget_of_today"],
+    "verification": ["residual_not_subtracted", "residual_not_clipped", "accept_without_ratio",
+                     "bonus_from_draft", "bonus_one_row_early"],
 }
 
 

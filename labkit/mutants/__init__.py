@@ -12,6 +12,7 @@ from labkit.mutants import (  # noqa: F401
     faults_memory,
     faults_prefill,
     faults_reuse,
+    faults_speculation,
 )
 from labkit.mutants.kill import Row, describe, judge, main_text, table
 from labkit.mutants.record import MUTANTS, Mutant, active, find

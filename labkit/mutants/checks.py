@@ -45,8 +45,8 @@ VECTORS: dict[str, Check] = {}
 
 def load() -> None:
     """Fill both tables (the modules register their checks when imported)."""
-    for module in ("properties_small", "properties", "properties_reuse", "vectors",
-                   "vectors_reuse"):
+    for module in ("properties_small", "properties_speculation", "properties",
+                   "properties_reuse", "vectors", "vectors_reuse"):
         importlib.import_module(f"labkit.mutants.{module}")
     for name in ("token_by_token", "scaled_streams", "bf16", "renamed_ids"):
         found = PROPERTIES if name in PROPERTIES else VECTORS
