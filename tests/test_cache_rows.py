@@ -12,7 +12,7 @@ from labkit.cache import Cache
 from labkit.cache.rows import gather, join, select
 from labkit.cache.store import GlobalStore
 from labkit.errors import InputError
-from labkit.mutants import rules
+from labkit.mutants import golden, rules
 from labkit.mutants.models import random_ids, random_model, small_config
 from labkit.mutants.properties_reuse import later
 from labkit.mutants.schedules import in_ragged_chunks, one_pass
@@ -179,6 +179,28 @@ def test_a_row_that_was_entered_in_the_middle_keeps_its_beginning():
         same_state(source, select(cache, [b]))
 
 
+def test_rows_that_joined_draft_as_if_alone():
+    """The draft's windows come and go with the rest; they are of features, one ring a stage."""
+    model = golden.in_float64(golden.model("text"))
+    ids = golden.case("text").ids
+    texts = [ids[0, :5].tolist(), ids[1, :20].tolist(), ids[0, 7:16].tolist()]
+    cache = join([filled(model, texts[:2]), filled(model, texts[2:])])
+    read(model, cache, [[3], [4, 5, 6], [7, 8]], keep=True)
+    cache.rewind(torch.tensor([6, 21, 10]))
+    left = select(cache, [2, 0])
+    anchors = torch.tensor([9, 11])
+
+    @torch.no_grad()
+    def block(cache, rows):
+        windows = [ring.read(cache.lengths) for ring in cache.draft_windows]
+        assert len(windows) == 3
+        return model.draft(anchors[rows], cache.lengths, windows, 5).base_logits
+
+    found = block(left, slice(None))
+    for at, (row, new) in enumerate(((texts[2], 7), (texts[0], 3))):
+        must_be_close("draft", block(alone(model, [*row, new]), slice(at, at + 1))[0], found[at])
+
+
 # ---------------------------------------------------------------------------- going back
 @given(st.lists(st.tuples(st.integers(1, 13), st.integers(1, 6), st.integers(0, 6)),
                 min_size=1, max_size=4))
@@ -313,7 +335,9 @@ def test_what_cannot_become_one_cache_is_refused():
             (rounded.new_cache(form="bf16"), rounded.new_cache(), "form"),
             (rounded.new_cache(form="plain"), random_model(
                 small_config(), dtype=torch.float32).new_cache(), "rounding"),
-            (one, model.new_cache(stale_index_keys=True), "stale_index_keys")):
+            (one, model.new_cache(stale_index_keys=True), "stale_index_keys"),
+            (golden.model("text").new_cache(), golden.model("text").new_cache(draft=False),
+             "draft")):
         with pytest.raises(InputError, match=f"differ in {field}"):
             join([first, other])
     with pytest.raises(InputError, match="no cache"):

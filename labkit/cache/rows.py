@@ -54,7 +54,7 @@ def gather(caches: Sequence[Cache], rows: Sequence[int]) -> Cache:
     chosen = torch.tensor(rows, device=first.device)
     twin = copy.copy(first)
     for name in ("windows", "draft_windows"):
-        rings = zip(*(getattr(cache, name, []) for cache in caches), strict=True)
+        rings = zip(*(getattr(cache, name) for cache in caches), strict=True)
         setattr(twin, name, [type(layer[0]).gathered(layer, chosen) for layer in rings])
     twin.tails = {layer: type(tail).gathered([cache.tails[layer] for cache in caches], chosen)
                   for layer, tail in first.tails.items()}
@@ -72,7 +72,7 @@ def gather(caches: Sequence[Cache], rows: Sequence[int]) -> Cache:
 
 def _check_kind(first: Cache, other: Cache) -> None:
     kinds = [{name: getattr(cache, name) for name in KIND}
-             | {"draft": bool(getattr(cache, "draft_windows", []))} for cache in (first, other)]
+             | {"draft": bool(cache.draft_windows)} for cache in (first, other)]
     for name, here in kinds[0].items():
         there = kinds[1][name]
         if here != there:
