@@ -15,11 +15,14 @@ from labkit.checkpoint.files import find_tensors, stored_engram_digest
 from labkit.checkpoint.reader import read_state
 from labkit.checkpoint.weights import target_dtype
 from labkit.config import PRESETS, ModelConfig
+from labkit.engine.calibration import Calibration, load_calibration
 from labkit.engine.drafting import draft_at
 from labkit.engine.generate import Generation, Result
 from labkit.engine.prefix_cache import PrefixCache
 from labkit.engine.sampling import Sampling
+from labkit.engine.scheduling import Policy
 from labkit.engine.session import Session, as_ids
+from labkit.engine.speculator import Speculator
 from labkit.errors import CheckpointError, ConfigError, InputError
 from labkit.model.init import init_weights
 from labkit.model.transformer import Transformer
@@ -71,7 +74,11 @@ def load(
     names = [name for name, _ in model.named_parameters()]
     model.load_state_dict({name: state[name].to(target) for name in names}, assign=True)
     model.requires_grad_(False)
-    return Lab(model.eval(), tokenizer, str(source))
+    lab = Lab(model.eval(), tokenizer, str(source))
+    if str(source) != "nano" and model.mtp is not None:
+        lab.calibration = load_calibration(folder, config.dspark_block_size,
+                                           model.mtp.last.confidence_head.proj.weight)
+    return lab
 
 
 class Lab:
@@ -81,6 +88,7 @@ class Lab:
     model      `Transformer`; `model(ids, lengths=None)` -> output with `.logits` [B,T,V]
     tokenizer  `Tokenizer`
     source     what it was loaded from
+    calibration  temperatures of the draft's confidence head, where the checkpoint has some
     """
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, source: str = "") -> None:
@@ -88,6 +96,7 @@ class Lab:
         self.model = model
         self.tokenizer = tokenizer
         self.source = source
+        self.calibration: Calibration | None = None
 
     def __repr__(self) -> str:
         millions = sum(p.numel() for p in self.model.parameters()) / 1e6
@@ -166,6 +175,7 @@ class Lab:
         stop: str | Sequence[str] | None = None, seed: int | None = None, candidates: int = 0,
         prefill: str = "full", halo: str = "window", cut: str = "inside",
         cache_form: str | None = None, chunk: int | None = None, speculative: bool = False,
+        draft_slots: int | None = None, policy: Policy | None = None,
     ) -> Generation:
         """Write on from a prompt, token by token: iterate over it for `Event`s.
 
@@ -184,14 +194,24 @@ class Lab:
         cache_form      how the cache stores its vectors (`session`)
         chunk           read at most so many ids of the prompt in a pass, which bounds the memory
                         of a long prompt
+        speculative     let the draft (DSpark) guess several ids a step, which the model verifies
+                        in one pass: the same distribution of texts (temperature 0: the same
+                        text) in fewer passes; `.stats.speculation` counts
+        draft_slots     ids drafted a step, 0 to 16; None: as many as the draft was trained for
+        policy          how many of them are verified, one of `labkit.engine.scheduling`; None: all
         InputError for whatever the model cannot take, before anything is computed.
         """
+        speculator = None
         if speculative:
-            raise InputError("speculative=True is not in this version of labkit, which does not "
-                             "compute the draft: use speculative=False")
+            temperatures = self.calibration.temperatures if self.calibration else None
+            speculator = Speculator(self.model, draft_slots, policy, temperatures)
+        elif draft_slots is not None or policy is not None:
+            raise InputError("draft_slots and policy belong to speculative=True: set that, or "
+                             "leave them out")
         return Generation(
             self.session(cache_form), self.tokenizer, self.encode(prompt), max_new_tokens,
             Sampling(temperature, top_k, top_p), stop, seed, candidates, prefill, halo, cut, chunk,
+            speculator,
         )
 
     def generate(self, prompt: str | Sequence[int] | torch.Tensor, max_new_tokens: int = 100,

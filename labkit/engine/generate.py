@@ -17,6 +17,8 @@ import torch
 from labkit.engine.replay import decoder_tail
 from labkit.engine.sampling import Sampling, distribution, sample
 from labkit.engine.session import Session, one_thread, prefill_mode
+from labkit.engine.speculation import Request
+from labkit.engine.speculator import Speculation, Speculator
 from labkit.engine.stopping import StopFilter, checked_stops
 from labkit.errors import InputError
 from labkit.text.tokenizer import Tokenizer
@@ -73,6 +75,7 @@ class Stats:
     tokens_per_second: float | None
     stop_reason: StopReason | None
     seed: int
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,9 @@ class Generation:
 
     progress: set it before iterating to be told how many tokens of the prompt each pass read
     (several passes only with a chunk).
+
+    speculator: draft and verify several tokens a step; while the events of one step are being
+    handed out, the session already holds all that the step accepted.
     """
 
     progress: Callable[[int], object] | None = None
@@ -103,7 +109,7 @@ class Generation:
         self, session: Session, tokenizer: Tokenizer, prompt: Sequence[int], max_new_tokens: int,
         sampling: Sampling, stop: str | Sequence[str] | None = None, seed: int | None = None,
         candidates: int = 0, prefill: str = "full", halo: str = "window", cut: str = "inside",
-        chunk: int | None = None,
+        chunk: int | None = None, speculator: Speculator | None = None,
     ) -> None:
         config = session.model.config
         _check_count("max_new_tokens", max_new_tokens, least=1)
@@ -129,6 +135,9 @@ class Generation:
         self.halo, self.cut, self.chunk = halo, cut, chunk
         # Without a seed one is drawn, and reported, so that any run can be repeated.
         self.seed = secrets.randbits(32) if seed is None else seed
+        self.speculator = speculator
+        if speculator is not None:
+            speculator.begin(session.model, session.cache)
         self.ids: list[int] = []
         self.text = ""
         self.stop_reason: StopReason | None = None
@@ -147,15 +156,44 @@ class Generation:
     def _run(self) -> Iterator[Event]:
         started = time.perf_counter()
         logits = self._read_prompt()                                   # [1,1,V]
-        event = self._draw(logits[0, -1])
+        event = self._event(logits[0, -1])
         self._prefill_seconds = time.perf_counter() - started
         yield event
         while self.stop_reason is None:
+            if self.speculator is not None:
+                yield from self._speculate(self.speculator)
+                continue
             started = time.perf_counter()
             logits = self.session.decode(event.id)                     # [1,1,V]
-            event = self._draw(logits[0, -1])
+            event = self._event(logits[0, -1])
             self._decode_seconds += time.perf_counter() - started
             yield event
+
+    def _speculate(self, speculator: Speculator) -> Iterator[Event]:
+        """One step: an event for each id that it emits, as far as the text goes on."""
+        started, cache = time.perf_counter(), self.session.cache
+        begin, before = cache.lengths, len(self.ids)
+        # The anchor is among the ids; what is drafted must leave room for the target's own token.
+        request = Request(self.ids[-1], self.sampling, self._generator,
+                          self.max_new_tokens - len(self.ids) - 1)
+        try:
+            with one_thread(self.session.small):
+                emission = speculator.step(self.session.model, cache, request,
+                                           self.tokenizer.vocab_size)
+            self._decode_seconds += time.perf_counter() - started
+            for id_, logits in zip(emission.ids, emission.logits, strict=True):
+                started = time.perf_counter()
+                event = self._event(logits, id_)
+                self._decode_seconds += time.perf_counter() - started
+                yield event
+                if self.stop_reason is not None:
+                    break
+        finally:
+            # Ended inside the block: the session holds what it would after plain decoding.
+            cache.settle()
+            told = begin + len(self.ids) - before
+            if bool((cache.lengths > told).any()):
+                cache.rewind(told)
 
     def _read_prompt(self) -> torch.Tensor:
         report = self.progress
@@ -169,15 +207,15 @@ class Generation:
             if hook is not None:
                 hook.remove()
 
-    def _draw(self, logits: torch.Tensor) -> Event:
-        """Logits [V] -> the next id, its text, and whether it was the last."""
+    def _event(self, logits: torch.Tensor, decided: int | None = None) -> Event:
+        """Logits [V] -> the next id (drawn here, or decided), its text, whether it was the last."""
         # Ids that pad the vocabulary have no text; they cannot be drawn.
         logits = logits[: self.tokenizer.vocab_size]
         s = self.sampling
         with one_thread():                                              # V numbers: one is enough
             model = distribution(logits)
             drawn_from = distribution(logits, s.temperature, s.top_k, s.top_p)
-            id_ = sample(drawn_from, self._generator)
+            id_ = sample(drawn_from, self._generator) if decided is None else decided
         reason: StopReason | None = None
         piece = ""
         if id_ == self.session.model.config.eos_token_id:
@@ -228,6 +266,7 @@ class Generation:
         return Stats(
             len(self.prompt), len(self.ids), self._prefill_seconds, self._decode_seconds,
             steps / self._decode_seconds if timed else None, self.stop_reason, self.seed,
+            self.speculator.result() if self.speculator is not None else None,
         )
 
     def result(self) -> Result:

@@ -39,7 +39,7 @@ class Session:
                  draft: bool | None = None) -> None:
         self.model = model
         self.cache = model.new_cache(1, form, page_tokens, stale_index_keys, draft)
-        self._small = is_small(model)
+        self.small = is_small(model)
 
     @property
     def length(self) -> int:
@@ -81,7 +81,7 @@ class Session:
             raise InputError(
                 f"{self.length + ids.shape[1]} tokens do not fit the context of {limit} "
                 "(max_position_embeddings): shorten the prompt or ask for fewer new tokens")
-        with torch.no_grad(), one_thread(self._small):
+        with torch.no_grad(), one_thread(self.small):
             logits = [self.model(part, cache=self.cache, last_only=last_only, tail=size,
                                  cut=cut).logits
                       for part, size in passes(ids, tail, chunk)]
@@ -92,7 +92,7 @@ class Session:
         ids = as_ids(id)
         if ids.numel() != 1:
             raise InputError(f"decode takes one id, got {ids.numel()}: use prefill for several")
-        with torch.no_grad(), one_thread(self._small):
+        with torch.no_grad(), one_thread(self.small):
             return self.model(ids.reshape(1, 1), cache=self.cache).logits
 
     # ---------------------------------------------------------------- other pasts
@@ -120,7 +120,7 @@ class Session:
         start = replay_start(self.model.config, length, replay)
         if length:
             drop_windows(self.model, cache, ids, start)
-            with torch.no_grad(), one_thread(self._small):
+            with torch.no_grad(), one_thread(self.small):
                 self.model(torch.tensor([ids[start:]]), cache=cache, last_only=True)
         else:
             cache = self.cache.empty()
