@@ -21,6 +21,7 @@ GATE_STD = 0.02         # routing scores nearly equal; top-k looks at their orde
 PRE_LOGIT = 2.0         # sigmoid: 0.88 of the stream whose turn it is, 0.12 of the others
 COMB_LOGIT = 4.0        # softmax over 4 streams: 0.95 on the diagonal
 MIX_SCALE = 0.01        # how much the mixing depends on the token at first
+MARKOV_STD = 1.0        # of the draft's rows by previous token; its bias starts near 0 by HEAD_STD
 
 
 @torch.no_grad()
@@ -29,10 +30,12 @@ def init_weights(model: Transformer, seed: int = 0) -> Transformer:
 
     Projections: normal with variance 1/fan_in, which keeps the scale; those that write into the
     streams (`wo_b`, `w2`) are divided by sqrt(2 L), so that the 2 L updates together have the
-    scale of one. Norm weights 1, sinks and biases 0. Returns the model.
+    scale of one; L is the number of layers, in a draft (`mtp.*`) of its stages. Norm weights 1,
+    sinks and biases 0. The backbone is drawn first: it is the same with and without a draft.
+    Returns the model.
     """
     generator = torch.Generator().manual_seed(seed)
-    depth = math.sqrt(2 * model.config.num_hidden_layers)
+    c = model.config
 
     def normal(p: nn.Parameter, std: float) -> None:
         # Drawn in fp32 on the CPU whatever the model's dtype and device.
@@ -40,10 +43,15 @@ def init_weights(model: Transformer, seed: int = 0) -> Transformer:
 
     for name, p in model.named_parameters():
         kind = name.rsplit(".", 2)[-2:]                  # e.g. ["wo_b", "weight"]
+        draft = name.startswith("mtp.")
+        depth = math.sqrt(2 * (c.num_nextn_predict_layers if draft else c.num_hidden_layers))
         if name == "embed.weight":
             normal(p, EMBED_STD)
-        elif name == "head.weight":
+        elif name == "head.weight" or name.endswith(("markov_head.head.weight",
+                                                     "confidence_head.proj.weight")):
             normal(p, HEAD_STD)
+        elif name.endswith("markov_head.embed.weight"):
+            normal(p, MARKOV_STD)
         elif name.endswith("engram.embed.weight"):
             normal(p, TABLE_STD)
         elif name.endswith("gate.weight"):
@@ -72,7 +80,7 @@ def _init_mixing(name: str, p: nn.Parameter, model: Transformer, normal) -> None
     elif name.endswith("_scale"):
         p.fill_(MIX_SCALE)
     else:
-        layer = int(name.split(".")[1])
+        layer = int(name.split(".")[1])                  # or the stage: a draft has its own streams
         site = 2 * layer + (1 if "hc_ffn" in name else 0)
         pre = torch.full((C,), -PRE_LOGIT)
         pre[(site + 1) % C] = PRE_LOGIT                  # for the next site; site 0 reads stream 0

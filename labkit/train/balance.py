@@ -6,24 +6,26 @@ from collections.abc import Mapping
 from typing import cast
 
 import torch
+from torch import nn
 
 from labkit.model.moe import Gate
-from labkit.model.transformer import Transformer
 
 STEP = 1e-3
 
 
 @torch.no_grad()
-def balance_experts(model: Transformer, taps: Mapping[str, torch.Tensor],
+def balance_experts(model: nn.Module, taps: Mapping[str, torch.Tensor],
                     step: float = STEP) -> float:
     """Move every gate's bias by +-step towards equal load; returns the worst load over its mean.
 
-    The bias only decides who is picked, never the weights, so the loss does not feel it.
+    The gates are those whose choices are among the taps, `{block}.ffn.picked`. The bias only
+    decides who is picked, never the weights, so the loss does not feel it.
     """
     worst = 1.0
-    for layer in range(model.config.num_hidden_layers):
-        picked = taps[f"layers.{layer}.ffn.picked"]
-        gate = cast(Gate, model.get_submodule(f"layers.{layer}.ffn.gate"))
+    for name, picked in taps.items():
+        if not name.endswith(".ffn.picked"):
+            continue
+        gate = cast(Gate, model.get_submodule(name.removesuffix("picked") + "gate"))
         load = torch.bincount(picked.flatten(), minlength=gate.bias.shape[0]).float()
         gate.bias.add_(step * torch.sign(load.mean() - load))
         worst = max(worst, float(load.max() / load.mean()))

@@ -1,8 +1,10 @@
-"""What training minimises: the next token, and the indexer's distance from real attention."""
+"""What training minimises: the next token, the indexer's distance from real attention; for the
+draft, its distance from the target."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -58,3 +60,51 @@ def wanted_taps(config: ModelConfig) -> list[str]:
         names += [f"{name}.{what}" for what in ("q", "index_queries", "index_weights")]
         names += [f"{name}.{what}" for what in ("compressed_kv", "index_keys")]
     return names
+
+
+# Shares of the draft's losses (technical report of DSpark).
+CROSS_ENTROPY, TOTAL_VARIATION, CONFIDENCE = 0.1, 0.9, 1.0
+
+
+@dataclass
+class DraftLoss:
+    """Means over blocks, slots weighted as in `slot_weights`; all scalars but `by_slot`."""
+
+    total: torch.Tensor             # what is minimised
+    cross_entropy: torch.Tensor     # nats, against the token of the text
+    total_variation: torch.Tensor   # 0..1, from the target
+    confidence: torch.Tensor        # nats, of the confidence against the acceptance
+    by_slot: torch.Tensor           # [n] total variation by slot, not weighted, detached
+
+
+def slot_weights(n: int) -> torch.Tensor:
+    """exp(-(k-1)/n) of slots k = 1..n, divided by their sum: early slots are reached more often."""
+    weights = torch.exp(-torch.arange(n, dtype=torch.float32) / n)
+    return weights / weights.sum()
+
+
+def total_variation(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """0.5 * sum |p - q| of distributions [...,V]: [...]. 1 minus it is how often a token drawn
+    from one is accepted by the other."""
+    return 0.5 * (p - q).abs().sum(-1)
+
+
+def draft_loss(logits: torch.Tensor, target_logits: torch.Tensor, tokens: torch.Tensor,
+               confidence_logits: torch.Tensor) -> DraftLoss:
+    """logits [N,n,V] of the draft, target_logits [N,n,V], tokens [N,n], confidence_logits [N,n].
+
+    The target takes no gradient. The confidence is to say how often the slot is accepted, a
+    soft label 1 - TV that takes none either: no draft is made worse to make it easier to judge.
+    """
+    weights = slot_weights(logits.shape[1])                             # [n]
+    logs = torch.log_softmax(logits.float(), -1)                        # [N,n,V]
+    target = torch.softmax(target_logits.detach().float(), -1)
+    entropy = -logs.gather(-1, tokens[..., None])[..., 0]               # [N,n]
+    distance = total_variation(logs.exp(), target)                      # [N,n]
+    accepted = 1 - distance.detach()
+    # TV is 0..1 but for rounding, and the label of an entropy must be.
+    judged = F.binary_cross_entropy_with_logits(
+        confidence_logits.float(), accepted.clamp(0, 1), reduction="none")  # [N,n]
+    ce, tv, confidence = ((part.mean(0) * weights).sum() for part in (entropy, distance, judged))
+    return DraftLoss(CROSS_ENTROPY * ce + TOTAL_VARIATION * tv + CONFIDENCE * confidence,
+                     ce.detach(), tv.detach(), confidence.detach(), distance.detach().mean(0))

@@ -1,26 +1,27 @@
-"""Who is updated how: matrices of the backbone by Muon, everything else by AdamW."""
+"""Who is updated how: matrices of the layers by Muon, everything else by AdamW."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from labkit.model.transformer import Transformer
 from labkit.train.muon import Muon
 
 TABLE_FACTOR = 5.0   # learning rate of Engram tables over the rest (technical report: 5x)
+                     # and of the draft's Markov head, whose rows are met as rarely
 
 
-NOT_MUON = ("hc_", "gate.weight", "engram.embed", "indexer", "q_weight", "k_weight")
+NOT_MUON = ("hc_", "gate.weight", "engram.embed", "indexer", "q_weight", "k_weight", "markov_head",
+            "confidence_head")
 
 
 def uses_muon(name: str, parameter: nn.Parameter) -> bool:
-    """Matrices between activations; not tables, gates, mixing coefficients or the indexer."""
-    return parameter.ndim == 2 and name.startswith("layers.") and not any(
+    """Matrices between activations; not tables, gates, mixing coefficients, indexer or heads."""
+    return parameter.ndim == 2 and name.startswith(("layers.", "mtp.")) and not any(
         part in name for part in NOT_MUON)
 
 
-def optimizers(model: Transformer, lr: float, muon_lr: float,
+def optimizers(model: nn.Module, lr: float, muon_lr: float,
                weight_decay: float) -> list[torch.optim.Optimizer]:
     """[Muon, AdamW]; every group carries `peak`, its learning rate at the top of the schedule."""
     matrices, tables, plain, decayed = [], [], [], []
@@ -29,7 +30,7 @@ def optimizers(model: Transformer, lr: float, muon_lr: float,
             continue
         if uses_muon(name, p):
             matrices.append(p)
-        elif "engram.embed" in name:
+        elif "engram.embed" in name or "markov_head" in name:
             tables.append(p)
         elif name in ("embed.weight", "head.weight") or "indexer.w" in name:
             decayed.append(p)

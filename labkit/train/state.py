@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from labkit.errors import CheckpointError
-from labkit.model.transformer import Transformer
 
 
-def save_run(folder: Path, model: Transformer, optimizers: list[torch.optim.Optimizer],
+def save_run(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer],
              facts: dict[str, Any]) -> None:
     """Weights and optimiser state in one file, `facts` (step, options) in its header."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def save_run(folder: Path, model: Transformer, optimizers: list[torch.optim.Opti
     os.replace(staging, folder / "state.safetensors")
 
 
-def load_run(folder: Path, model: Transformer,
+def load_run(folder: Path, model: nn.Module,
              optimizers: list[torch.optim.Optimizer]) -> dict[str, Any] | None:
     """Restore what `save_run` wrote and return its facts; None if there is nothing."""
     path = folder / "state.safetensors"
