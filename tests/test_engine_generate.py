@@ -249,7 +249,10 @@ def test_stats_count_and_time(lab):
     ({"top_k": -2}, "top_k is -2"), ({"seed": -1}, "seed is -1"), ({"seed": 2**63}, "seed"),
     ({"seed": True}, "seed is True"), ({"stop": ""}, "at least one character"),
     ({"candidates": -1}, "candidates is -1"),
-    ({"prefill": "fast"}, "choose 'full' or 'ced'"), ({"speculative": True}, "not in this version"),
+    ({"prefill": "fast"}, "choose 'full' or 'ced'"), ({"draft_slots": 3}, "belong to speculative"),
+    ({"speculative": True, "draft_slots": 17}, "from 0 (no draft) to 16"),
+    ({"speculative": True, "draft_slots": -1}, "draft length is -1"),
+    ({"speculative": True, "policy": "fixed"}, "policy is 'fixed'"),
 ])  # fmt: skip
 def test_bad_options_are_refused_before_anything_is_computed(lab, options, said, monkeypatch):
     def computed(*args, **kwargs):

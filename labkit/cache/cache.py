@@ -85,7 +85,7 @@ class Cache:
                     self.tails[role.layer] = Tail(batch, role.ratio, width, fp32, device)
         self.look_back = LookBack(torch.full((batch, config.engram_max_ngram_size - 1), -1,
                                              device=device))
-        self._due: tuple[torch.Tensor, torch.Tensor, list[list[int]]] | None = None
+        self._due: tuple[torch.Tensor, torch.Tensor, list[list[int]], bool] | None = None
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None  # start, count of a kept pass
         self._back: torch.Tensor | None = None          # lengths of a rewind that is due
 
@@ -120,9 +120,8 @@ class Cache:
         taken = [row[:n] for row, n in zip(ids.tolist(), count.tolist(), strict=True)]
         start = self.lengths
         # From here on the pass will be finished, now or by the next call that finds it due.
-        self._due = (start, start + count, taken)
+        self._due = (start, start + count, taken, kept)
         self.settle()
-        self._last = (start, count) if kept else None
 
     def settle(self) -> None:
         """Do what is due, if a commit or a rewind was cut short. Twice does no harm."""
@@ -130,7 +129,7 @@ class Cache:
             self._take_back(self._back)
         if self._due is None:
             return
-        start, lengths, taken = self._due
+        start, lengths, taken, kept = self._due
         for part in self._recent():
             part.commit()
         for layer, store in self.stores.items():
@@ -138,6 +137,7 @@ class Cache:
         for row, at, new in zip(self.tokens, start.tolist(), taken, strict=True):
             row[at:] = new
         self.lengths, self._slot = lengths, self.shared_slot
+        self._last = (start, lengths - start) if kept else None
         self._due = None
 
     def rewind(self, lengths: torch.Tensor) -> None:

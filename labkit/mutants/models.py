@@ -29,6 +29,14 @@ SMALL: dict[str, Any] = dict(
 """Every mechanism in seven layers: window-only, Full, Reindex and Reuse layers of ratios 2 and
 1, a candidate pool that is full after six entries, and a SwiGLU limit that is really met."""
 
+DRAFT: dict[str, Any] = dict(
+    num_nextn_predict_layers=2, dspark_block_size=3, dspark_noise_token_id=7,
+    dspark_target_layer_ids=(3, 4, 6), dspark_markov_rank=4, dspark_n_routed_experts=3,
+    dspark_num_experts_per_tok=2, compress_ratios=(*SMALL["compress_ratios"], 0, 0),
+)
+"""What makes `SMALL` a target with a draft of two stages and three slots; one of its target
+layers lies in the encoder and one has an Engram update."""
+
 
 def small_config(**changes: Any) -> ModelConfig:
     """`SMALL` with changes, the Engram tables sized to fit, validated."""
@@ -72,7 +80,9 @@ def fill(model: torch.nn.Module, seed: int = 0) -> None:
 
 def random_model(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float64,
                  cache_rounding: bool = False, kernel_set: str = "reference") -> Transformer:
-    model = Transformer(config, small_classes(config, seed), kernel_set, cache_rounding)
+    """With a draft if the config has one (`DRAFT`)."""
+    model = Transformer(config, small_classes(config, seed), kernel_set, cache_rounding,
+                        draft=True)
     fill(model, seed)
     return model.to(dtype).eval()
 

@@ -1,0 +1,475 @@
+"""Speculative decoding on small models: lossless, undone without a trace, whatever ends it."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from chance import chi_square
+from hypothesis import given
+from hypothesis import strategies as st
+from reuse_helpers import same_state, text
+
+from labkit.cache.rows import join
+from labkit.engine import speculation
+from labkit.engine.generate import Generation
+from labkit.engine.sampling import Sampling, distribution
+from labkit.engine.scheduling import Fixed, NoDraft, PrefixScheduler, StepRate, Threshold
+from labkit.engine.session import Session
+from labkit.engine.speculation import Proposal, Request, propose, verify
+from labkit.engine.speculator import Speculator
+from labkit.errors import InputError
+from labkit.mutants.enumeration import law
+from labkit.mutants.models import DRAFT, random_model, small_config
+
+GREEDY, PLAIN = Sampling(temperature=0), Sampling()
+V = 64
+
+
+@functools.cache
+def model(**changes):
+    return random_model(small_config(**{**DRAFT, **changes}))
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def session_of(ids, target=None, **options):
+    session = Session(target or model(), page_tokens=4, **options)
+    session.prefill(ids)
+    return session
+
+
+def greedy(ids, count):
+    """(the next `count` ids of plain greedy decoding, the session behind all but the last)."""
+    session = session_of(ids[:-1])
+    found = [ids[-1]]
+    for _ in range(count):
+        found.append(int(session.decode(found[-1])[0, -1].argmax()))
+    return found[1:], session
+
+
+def one_hot(id_):
+    return torch.zeros(V, dtype=torch.float64).index_fill_(0, torch.tensor(id_), 1.0)
+
+
+# ---- undoing what was rejected -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", (1, 2, 3, 4, 7, 8, 17, 18))
+@pytest.mark.parametrize("accepted", range(6))
+def test_the_state_after_a_step_is_that_of_plain_decoding(start, accepted):
+    """All patterns 0..5 of 5 from even and odd starts; W = 4, so rings wrap inside the block."""
+    ids = text(model(), start + 1)
+    right, plain = greedy(ids, accepted + 1)
+    drafts = [i if k < accepted else (i + 1) % V for k, i in enumerate(greedy(ids, 5)[0])]
+    session = session_of(ids[:-1])
+    emission, = verify(model(), session.cache, [Request(ids[-1], GREEDY, generator(), 5)],
+                       [Proposal(drafts, [one_hot(i) for i in drafts], [1.0] * 5)], [5], V)
+    assert (emission.ids, emission.accepted, emission.verified) == (right, accepted, 5)
+    same_state(plain.cache, session.cache)
+    follow = right[-1]
+    assert torch.allclose(plain.decode(follow), session.decode(follow), atol=1e-9, rtol=0)
+    again = [ring.read(session.cache.lengths)[1].tolist() for ring in session.cache.draft_windows]
+    assert again == [[min(4, session.length)]] * 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6),
+       st.integers(1, 9))
+def test_any_sequence_of_lengths_and_acceptances_leaves_the_plain_state(steps, start):
+    ids = text(model(), start + 1, seed=start)
+    session = session_of(ids[:-1])
+    said, anchor = [], ids[-1]
+    for length, good in steps:
+        right = greedy([*ids, *said], length + 1)[0]
+        drafts = [i if k < good else (i + 1) % V for k, i in enumerate(right[:length])]
+        emission, = verify(model(), session.cache, [Request(anchor, GREEDY, generator(), length)],
+                           [Proposal(drafts, [one_hot(i) for i in drafts], [1.0] * length)],
+                           [length], V)
+        assert emission.accepted == min(length, good)
+        said += emission.ids
+        anchor = said[-1]
+    right, plain = greedy(ids, len(said))
+    assert said == right
+    same_state(plain.cache, session.cache)
+
+
+def test_rows_of_a_batch_keep_different_numbers():
+    texts = [text(model(), n, seed=n) for n in (3, 8, 14, 5)]
+    lengths, good = [5, 0, 3, 4], [5, 0, 1, 0]
+    cache = join([session_of(ids[:-1]).cache for ids in texts])
+    requests, proposals, rights = [], [], []
+    for ids, n, k in zip(texts, lengths, good, strict=True):
+        right = greedy(ids, n + 1)[0]
+        drafts = [i if j < k else (i + 1) % V for j, i in enumerate(right[:n])]
+        requests.append(Request(ids[-1], GREEDY, generator(), n))
+        proposals.append(Proposal(drafts, [one_hot(i) for i in drafts], [1.0] * n))
+        rights.append(right)
+    emissions = verify(model(), cache, requests, proposals, lengths, V)
+    assert [e.accepted for e in emissions] == good
+    for row, (ids, emission, right) in enumerate(zip(texts, emissions, rights, strict=True)):
+        assert emission.ids == right[: len(emission.ids)]
+        same_state(greedy(ids, len(emission.ids))[1].cache, cache, [(0, row)])
+
+
+# ---- the law of what is emitted --------------------------------------------------------------
+TINY = 3        # only the first three ids may be drawn: every course of chance can be taken
+
+
+def plain_law(ids, depth, sampling):
+    """text -> probability of the next `depth` ids under plain sampling."""
+    found = {(): 1.0}
+    for _ in range(depth):
+        longer = {}
+        for said, weight in found.items():
+            logits = session_of([*ids, *said[:-1]] if said else ids[:-1]).decode([*ids, *said][-1])
+            p = distribution(logits[0, -1, :TINY], sampling.temperature, sampling.top_k,
+                             sampling.top_p)
+            longer |= {(*said, i): weight * float(q) for i, q in enumerate(p) if q > 0}
+        found = longer
+    return found
+
+
+def spoken(cache, ids, slots, lengths, depth, sampling, source):
+    """The next `depth` ids by speculative steps behind a cache of ids[:-1]."""
+    cache, said = cache.fork(), []
+    while len(said) < depth:
+        request = Request(said[-1] if said else ids[-1], sampling, source, slots)
+        proposals = propose(model(), cache, [request], TINY)
+        n = lengths([p.survival for p in proposals])
+        said += verify(model(), cache, [request], proposals, n, TINY)[0].ids
+    return tuple(said[:depth])
+
+
+@pytest.mark.parametrize("sampling", (
+    PLAIN, Sampling(0.4), Sampling(2.5), Sampling(1.0, 0, 0.6), Sampling(1.0, 2, 1.0), GREEDY),
+    ids=str)
+@pytest.mark.parametrize("slots", (1, 2))
+def test_the_law_of_two_tokens_is_exactly_that_of_plain_sampling(slots, sampling, monkeypatch):
+    """The engine's own propose and verify on a real (small) network, every draw in turn."""
+    ids = text(model(), 9, seed=2)
+    cache = session_of(ids[:-1]).cache
+    from labkit.engine import verification
+
+    monkeypatch.setattr(speculation, "sample", lambda p, g: verification.sample(p, g))
+    found = law(lambda: spoken(cache, ids, slots, Fixed(slots).lengths, 2, sampling, generator()))
+    expected = plain_law(ids, 2, sampling)
+    for said in itertools.product(range(TINY), repeat=2):
+        assert abs(found.get(said, 0.0) - expected.get(said, 0.0)) < 1e-9, said
+
+
+def torn(kind, cache, anchor):
+    """A policy that takes the second slot after some first drafts and not after others."""
+    seen = [propose(model(), cache, [Request(anchor, PLAIN, generator(s), 2)], TINY)[0].survival
+            for s in range(20)]
+    first, second = seen[0][0], sorted({a[1] for a in seen})
+    assert len(second) > 1 and all(a[0] == first for a in seen)
+    edge = (second[0] + second[1]) / 2
+    if kind == "threshold":
+        return Threshold(edge)
+    # the second slot pays if (1 + a_1 + a_2) SPS(3) > (1 + a_1) SPS(2)
+    return PrefixScheduler(StepRate({1: 100 * (1 + first / 2), 2: 100.0,
+                                     3: 100 * (1 + first) / (1 + first + edge)}))
+
+
+@pytest.mark.parametrize("kind", ("threshold", "scheduler"))
+def test_policies_do_not_change_the_law(kind, monkeypatch):
+    ids = text(model(), 6, seed=4)
+    cache = session_of(ids[:-1]).cache
+    policy = torn(kind, cache, ids[-1])
+    from labkit.engine import verification
+
+    monkeypatch.setattr(speculation, "sample", lambda p, g: verification.sample(p, g))
+    chosen = set()
+
+    def lengths(survival):
+        chosen.add(tuple(found := policy.lengths(survival)))
+        return found
+
+    found = law(lambda: spoken(cache, ids, 2, lengths, 2, PLAIN, generator()))
+    expected = plain_law(ids, 2, PLAIN)
+    assert set(found) == set(expected) and len(chosen) > 1, chosen
+    assert max(abs(found[said] - p) for said, p in expected.items()) < 1e-9
+
+
+@pytest.mark.parametrize("sampling", (PLAIN, Sampling(0.7, 0, 0.8)), ids=str)
+def test_drawn_tokens_follow_the_law_of_plain_sampling(sampling):
+    """The same with numbers that are really drawn, by 64 requests in one batch."""
+    ids = text(model(), 9, seed=2)
+    start = session_of(ids[:-1]).cache
+    law_of_three = plain_law(ids, 3, sampling)
+    counts, rounds, R = {}, 60, 64
+    sources = [generator(row) for row in range(R)]
+    for _ in range(rounds):
+        cache = join([start] * R)
+        said = [[ids[-1]] for _ in range(R)]
+        while min(map(len, said)) < 4:
+            requests = [Request(s[-1], sampling, g, 3) for s, g in zip(said, sources, strict=True)]
+            proposals = propose(model(), cache, requests, TINY)
+            for s, e in zip(said, verify(model(), cache, requests, proposals, [3] * R, TINY),
+                            strict=True):
+                s += e.ids
+        for s in said:
+            key = tuple(s[1:4])
+            counts[key] = counts.get(key, 0) + 1
+    # The rarest outcomes count as one that is to be expected ten times.
+    rare, mass = set(), 0.0
+    for key, p in sorted(law_of_three.items(), key=lambda item: item[1]):
+        if mass * rounds * R >= 10 or (not rare and p * rounds * R >= 10):
+            break
+        rare.add(key)
+        mass += p
+    if rare:
+        law_of_three = {k: p for k, p in law_of_three.items() if k not in rare} | {"rare": mass}
+        counts = {k: n for k, n in counts.items() if k not in rare} | {
+            "rare": sum(counts.get(k, 0) for k in rare)}
+    statistic, limit, detectable = chi_square(counts, law_of_three)
+    print(f"{sampling}: {rounds * R} draws, {len(law_of_three)} outcomes, chi-square "
+          f"{statistic:.1f}, limit {limit:.1f} (alpha 1e-4); a total variation of "
+          f"{detectable:.3f} would be noticed with power 0.99")
+    assert statistic < limit
+
+
+# ---- generation --------------------------------------------------------------------------------
+
+
+class Letters:
+    """As much of a tokenizer as a generation needs: id -> a character."""
+
+    vocab_size = V
+
+    class Stream:
+        def push(self, id_):
+            return chr(0x4E00 + id_)
+
+        def finish(self):
+            return ""
+
+    def stream(self):
+        return self.Stream()
+
+    def decode_each(self, ids):
+        return [chr(0x4E00 + i) for i in ids]
+
+
+def generation(ids, count, speculator=None, sampling=GREEDY, seed=0, stop=None, target=None,
+               **options):
+    session = Session(target or model(), page_tokens=4)
+    return Generation(session, Letters(), ids, count, sampling, stop, seed, speculator=speculator,
+                      **options)
+
+
+def speculator(slots=None, policy=None, target=None, **options):
+    return Speculator(target or model(), slots, policy, **options)
+
+
+@functools.cache
+def echo():
+    """A target whose draft is often right: both lean to one certain id after each id."""
+    target = random_model(small_config(**DRAFT), seed=1)
+    made = generator(5)
+    basis = torch.randn(V, 4, generator=made, dtype=torch.float64)
+    basis = basis / basis.norm(dim=1, keepdim=True)
+    after = torch.randperm(V, generator=made)
+    after[after == 1], after[1] = after[1].clone(), 1       # no way leads to the end
+    with torch.no_grad():
+        for name, p in target.named_parameters():
+            if name.endswith(("wo_b.weight", "w2.weight", "engram.wkv.weight")):
+                p.mul_(0.3)
+        target.embed.weight.mul_(0.1)
+        target.embed.weight[:, :4] = 4 * basis          # what was read shows in four channels
+        target.head.weight.mul_(0.1)
+        target.head.weight[after, :4] = 8 * basis       # and asks for the id after it
+        target.mtp.last.markov_head.embed.weight.copy_(8 * basis)
+        target.mtp.last.markov_head.head.weight[after] = 8 * basis
+    return target
+
+
+@pytest.mark.parametrize("slots", (0, 1, 2, 3, 5, 16))
+@pytest.mark.parametrize("target", (model, echo), ids=("far", "near"))
+def test_greedy_text_is_that_of_plain_decoding(target, slots):
+    target = target()
+    for seed in range(4):
+        ids = text(target, 3 + 5 * seed, seed=seed)
+        plain = generation(ids, 40, target=target)
+        spec = generation(ids, 40, speculator(slots, target=target), target=target)
+        list(plain), list(spec)
+        assert spec.ids == plain.ids and spec.stop_reason == plain.stop_reason
+        same_state(plain.session.cache, spec.session.cache)
+        stats = spec.stats.speculation
+        assert stats.slots == slots and stats.trained_slots == 3
+        assert stats.steps + stats.accepted >= len(spec.ids) - 1
+        if not slots:
+            assert stats.verified == 0 and stats.acceptance is None
+            assert stats.steps == len(spec.ids) - 1
+        elif slots == 3:
+            print(f"{stats.tokens_per_step:.2f} tokens a step, {stats.acceptance:.2f} accepted")
+            assert (stats.acceptance > 0.3) == (target is echo())
+
+
+@pytest.mark.parametrize("mode", ({"prefill": "ced"}, {"prefill": "ced", "halo": "exact"},
+                                  {"prefill": "ced", "chunk": 5}, {"chunk": 3}), ids=str)
+def test_greedy_text_after_every_kind_of_prefill(mode):
+    ids = text(model(), 23)
+    plain, spec = generation(ids, 20, **mode), generation(ids, 20, speculator(), **mode)
+    list(plain), list(spec)
+    assert spec.ids == plain.ids
+    same_state(plain.session.cache, spec.session.cache)
+
+
+@pytest.mark.parametrize("sampling", (
+    Sampling(0.8, 0, 0.95), Sampling(1e-6), Sampling(50.0), Sampling(1.0, 0, 1e-9),
+    Sampling(1.0, 1, 1.0)), ids=str)
+def test_a_seed_gives_one_text_and_extremes_are_greedy(sampling):
+    ids = text(model(), 7)
+    runs = [generation(ids, 24, speculator(), sampling, seed=s) for s in (3, 3, 4)]
+    for run in runs:
+        list(run)
+    assert runs[0].ids == runs[1].ids
+    certain = sampling.temperature == 1e-6 or sampling.top_p == 1e-9 or sampling.top_k == 1
+    plain = generation(ids, 24)
+    list(plain)
+    assert (runs[0].ids == runs[2].ids) == certain == (runs[0].ids == plain.ids)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_text_that_ends_inside_a_block_leaves_the_plain_state(count):
+    ids = text(echo(), 6, seed=3)
+    plain = generation(ids, count, target=echo())
+    spec = generation(ids, count, speculator(5, target=echo()), target=echo())
+    list(plain), list(spec)
+    assert spec.ids == plain.ids and len(spec.ids) == count
+    same_state(plain.session.cache, spec.session.cache)
+
+
+def forced(monkeypatch, right):
+    """The draft proposes what plain decoding says: every slot is accepted."""
+    def oracle(target, cache, requests, vocabulary, temperatures=None):
+        at = int(cache.lengths[0]) - right[0]
+        ids = right[1][at : at + requests[0].slots]
+        return [Proposal(ids, [one_hot(i) for i in ids], [1.0] * len(ids))]
+    monkeypatch.setattr("labkit.engine.speculator.propose", oracle)
+
+
+@pytest.mark.parametrize("place", range(2, 9))
+def test_stop_strings_and_eos_inside_an_accepted_block(place, monkeypatch):
+    ids = text(model(), 9, seed=6)
+    plain = generation(ids, 20)
+    list(plain)
+    forced(monkeypatch, (len(ids), plain.ids[1:]))
+    spec = generation(ids, 20, speculator(5))
+    list(spec)
+    assert spec.ids == plain.ids and spec.stats.speculation.steps == 4     # 19 = 6 + 6 + 6 + 1
+    stop = chr(0x4E00 + plain.ids[place])
+    runs = [generation(ids, 20, s, stop=stop) for s in (None, speculator(5))]
+    for run in runs:
+        list(run)
+    assert runs[0].ids == runs[1].ids and runs[1].stop_reason == "stop"
+    same_state(runs[0].session.cache, runs[1].session.cache)
+
+
+@pytest.mark.parametrize("place", range(1, 8))
+def test_leaving_a_stream_inside_a_block(place, monkeypatch):
+    ids = text(model(), 9, seed=6)
+    plain = generation(ids, 20)
+    told = [next(plain) for _ in range(place)]
+    list(right := generation(ids, 20))
+    forced(monkeypatch, (len(ids), right.ids[1:]))
+    spec = generation(ids, 20, speculator(5))
+    assert [next(spec).id for _ in range(place)] == [event.id for event in told]
+    spec.interrupt(), plain.interrupt()
+    same_state(plain.session.cache, spec.session.cache)
+
+
+PLACES = ("labkit.engine.speculation.propose", "labkit.engine.speculation.distribution",
+          "labkit.engine.verification.verify", "labkit.cache.cache.Cache.rewind",
+          "labkit.cache.window.WindowRing.rewind", "labkit.cache.window.WindowRing.commit",
+          "labkit.cache.tail.Tail.rewind", "labkit.model.dspark.DSpark.forward",
+          "labkit.model.dspark.DSpark.take_in", "labkit.model.transformer.Transformer.forward")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_ctrl_c_at_any_call_loses_nothing(place, monkeypatch):
+    """Cut at the first, second, .. call of a function; the text goes on as if nothing was."""
+    ids = text(model(), 6, seed=1)
+    list(whole := generation(ids, 12))
+    import importlib
+
+    owner, _, name = place.rpartition(".")
+    try:
+        owner = importlib.import_module(owner)
+    except ModuleNotFoundError:
+        module, _, kind = owner.rpartition(".")
+        owner = getattr(importlib.import_module(module), kind)
+    original = getattr(owner, name)
+    cuts = 0
+    for call in range(1, 60):
+        session = session_of(ids)
+        anchor = whole.ids[0]
+        seen = 0
+
+        def cut(*args, _call=call, **kwargs):
+            nonlocal seen
+            seen += 1
+            if seen == _call:
+                raise KeyboardInterrupt
+            return original(*args, **kwargs)
+
+        request = Request(anchor, GREEDY, generator(), 3)
+        before = session.fork()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, cut)
+            try:
+                proposals = speculation.propose(model(), session.cache, [request], V)
+                speculation.verify(model(), session.cache, [request], proposals, [3], V)
+            except KeyboardInterrupt:
+                cuts += 1
+        if seen < call:
+            break
+        same_state(before.cache, session.cache)
+        proposals = propose(model(), session.cache, [request], V)
+        emission, = verify(model(), session.cache, [request], proposals, [3], V)
+        assert emission.ids[0] == whole.ids[1]
+    assert cuts, f"{place} was never called"
+
+
+def test_the_policy_decides_how_much_is_verified():
+    ids = text(model(), 9)
+    for policy, most in ((NoDraft(), 0), (Fixed(1), 1), (Threshold(1.0), 0), (Threshold(0.0), 3)):
+        run = generation(ids, 12, speculator(policy=policy))
+        list(run)
+        per_slot = run.stats.speculation.per_slot
+        assert all(v == 0 for v, _ in per_slot[most:]) and (most == 0 or per_slot[most - 1][0] > 0)
+        assert run.stats.speculation.steps > 0
+
+
+def test_temperatures_change_what_the_draft_believes():
+    ids = text(model(), 9)
+    session = session_of(ids[:-1])
+    request = Request(ids[-1], GREEDY, generator(), 3)
+    plain, = propose(model(), session.cache, [request], V)
+    warm, = propose(model(), session.cache, [request], V, [2.0, 1.0, 1.0])
+    logit = torch.tensor(plain.survival[0]).logit()
+    assert warm.survival[0] == pytest.approx(float(torch.sigmoid(logit / 2)), abs=1e-6)
+    assert warm.ids == plain.ids
+
+
+@pytest.mark.parametrize("slots", (-1, 17, 2.0, True, "5"))
+def test_draft_lengths_that_there_are_not(slots):
+    with pytest.raises(InputError, match="draft length is"):
+        speculator(slots)
+
+
+def test_a_model_or_a_session_without_a_draft_is_refused():
+    bare = random_model(small_config())
+    session = Session(bare)
+    session.prefill([3, 4])
+    with pytest.raises(InputError, match="needs a draft"):
+        propose(bare, session.cache, [Request(5, GREEDY, generator(), 2)], V)
+    session = Session(model(), draft=False)
+    session.prefill([3, 4])
+    with pytest.raises(InputError, match="draft=True"):
+        propose(model(), session.cache, [Request(5, GREEDY, generator(), 2)], V)
+    with pytest.raises(InputError, match="draft=True"):
+        Generation(session, Letters(), [1, 2], 5, GREEDY, speculator=speculator())
