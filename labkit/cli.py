@@ -118,6 +118,12 @@ def generate(
         help="How the cache is stored: packed (default), fp8, bf16 or plain.")] = None,
     chunk: Annotated[int | None, typer.Option(
         help="Read the prompt in passes of so many tokens; default: in one.")] = None,
+    speculative: Annotated[bool, typer.Option(
+        "--speculative", help="Draft several tokens a step and verify them in one pass.")] = False,
+    draft_slots: Annotated[int | None, typer.Option(
+        help="Tokens drafted a step, 0 to 16; default: as trained.")] = None,
+    min_survival: Annotated[float | None, typer.Option(
+        help="Verify only drafts that survive with this probability.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, ids and stats.")] = False,
 ) -> None:
     """Continue a text: prints what the model adds as it comes, then a note on standard error.
@@ -130,12 +136,15 @@ def generate(
       labkit generate "She was" --temperature 0 --stop . --json
       labkit generate "$(cat letter.txt)" --prefill ced --halo exact --cut after --chunk 512
       labkit generate "She was" --cache-form fp8
+      labkit generate "It is a truth" --speculative --temperature 0
+      labkit generate "It is a truth" --speculative --draft-slots 3 --min-survival 0.4
     """
     import json
     import warnings
 
     from tqdm import tqdm
 
+    from labkit.engine.scheduling import Threshold
     from labkit.lab import load
 
     with warnings.catch_warnings(record=True) as notices:
@@ -146,6 +155,8 @@ def generate(
     generation = lab.stream(
         prompt, max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop,
         seed=seed, prefill=prefill, halo=halo, cut=cut, cache_form=cache_form, chunk=chunk,
+        speculative=speculative, draft_slots=draft_slots,
+        policy=None if min_survival is None else Threshold(min_survival),
     )
     passes = 1 if chunk is None else -(-len(generation.prompt) // chunk)
     bar = tqdm(total=len(generation.prompt), desc="reading", unit=" tokens", leave=False,
@@ -175,6 +186,8 @@ def generate(
     why = {"eos": "the text ended", "stop": "stop string met", "interrupted": "interrupted"}.get(
         str(stats.stop_reason), "max-new-tokens reached")
     typer.echo(f"labkit: {stats.new_tokens} tokens{speed}; {why}; seed {stats.seed}", err=True)
+    if stats.speculation is not None:
+        typer.echo(f"labkit: {stats.speculation.line()}", err=True)
     if stats.stop_reason == "interrupted":
         raise typer.Exit(130)
 
@@ -282,6 +295,33 @@ def train(
     train_preset(run, preset, fresh, steps=steps, batch=batch, length=length, seed=seed)
 
 
+@app.command("train-draft")
+def train_draft(
+    run: Annotated[Path, typer.Option(help="Folder of the run: its state and its log.")] = Path(
+        "runs/draft"),
+    model: Annotated[str, typer.Option(help="mini or a checkpoint folder: the target.")] = "mini",
+    steps: Annotated[int, typer.Option(help="Length of the whole run.")] = 1500,
+    batch: Annotated[int, typer.Option(help="Sequences a step.")] = 2,
+    length: Annotated[int, typer.Option(help="Tokens a sequence.")] = 1024,
+    anchors: Annotated[int, typer.Option(help="Blocks drafted in each sequence.")] = 192,
+    seed: Annotated[int, typer.Option(help="Of weights, batches and anchors.")] = 0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier run there.")] = False,
+) -> None:
+    """Train the draft (DSpark) of a checkpoint, whose own weights stay as they are.
+
+    The same command goes on where it stopped. `labkit export` puts the result into the checkpoint.
+
+    \b
+    Examples:
+      labkit train-draft
+      labkit train-draft --run runs/try --steps 50 --fresh
+    """
+    from labkit.train.draft_command import train_draft
+
+    train_draft(run, model, fresh, steps=steps, batch=batch, length=length, anchors=anchors,
+                seed=seed)
+
+
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
@@ -291,9 +331,13 @@ def export(
 ) -> None:
     """Write the weights of a training run as a checkpoint that `labkit.load` opens.
 
+    A draft joins the checkpoint that it was trained for, in that one's form; it is then measured
+    and calibrated on held-out text.
+
     \b
     Examples:
       labkit export runs/mini data/mini
+      labkit export runs/draft data/mini
       labkit export runs/mini /tmp/mini-bf16 --form plain
     """
     from labkit.train.command import export_run

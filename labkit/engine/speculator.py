@@ -39,6 +39,20 @@ class Speculation:
     draft_seconds: float
     verify_seconds: float
 
+    def line(self) -> str:
+        """In a line: tokens a step and acceptance, over all and by slot."""
+        if self.tokens_per_step is None:
+            return "speculation: no step was needed"
+        said = f"speculation: {self.steps} steps, {self.tokens_per_step:.2f} tokens a step"
+        if self.acceptance is None:
+            return f"{said}, nothing was drafted"
+        slots = ", ".join(f"{a / v:.0%}" if v else "-" for v, a in self.per_slot)
+        said += f", {self.accepted} of {self.verified} drafts accepted ({self.acceptance:.0%}; "
+        said += f"by slot {slots})"
+        if self.slots > self.trained_slots:
+            said += f"; drafted {self.slots} slots, trained for {self.trained_slots}"
+        return said
+
 
 class Speculator:
     """Steps one request: drafts, lets the policy choose a length, verifies, counts.
