@@ -208,8 +208,8 @@ def test_packed_caches_equal_fake_quantised_ones_bit_for_bit(case, dtype, monkey
     model, vector = rounding_model(case, dtype), golden.case(case)
     read, gathered = GlobalStore.read, []
 
-    def watched(store, selection):
-        entries, where = read(store, selection)
+    def watched(store, selection, *sequence):
+        entries, where = read(store, selection, *sequence)
         if where is not selection:
             gathered.append(store.kv_codec.form)
         return entries, where

@@ -87,5 +87,7 @@ class LookBack(Recent):
 
 def take_rows(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """rows [B,n,...] at columns [B,m] -> [B,m,...]."""
-    index = columns.reshape(*columns.shape, *(1,) * (rows.ndim - 2))
-    return torch.take_along_dim(rows, index, dim=1)
+    B, n = rows.shape[:2]
+    places = columns + n * torch.arange(B, device=rows.device)[:, None]
+    # Whole rows are copied at once; gathering along a dimension looks every number up by itself.
+    return rows.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, columns.shape)

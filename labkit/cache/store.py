@@ -113,28 +113,37 @@ class GlobalStore:
             self._values = self.kv_codec.decode(self._joined("kv"))
         return self._values
 
-    def keys(self, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Index keys of entries first..last-1, [B,last-first,di]."""
+    def keys(self, first: int = 0, last: int | None = None,
+             sequence: torch.Tensor | None = None) -> torch.Tensor:
+        """Index keys of entries first..last-1, [B,last-first,di]; of some rows [n], [n,...]."""
         last = self.length if last is None else last
         if (first, last) != (0, self.length):
-            return self.key_codec.decode(self._joined("keys")[:, first:last])
-        if self._keys is None:
-            self._keys = self.key_codec.decode(self._joined("keys"))
-        return self._keys
+            keys = self.key_codec.decode(self._joined("keys")[:, first:last])
+        else:
+            if self._keys is None:
+                self._keys = self.key_codec.decode(self._joined("keys"))
+            keys = self._keys
+        return keys if sequence is None else keys.index_select(0, sequence)
 
-    def read(self, selection: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Entries that contain the selected ones, [B,n,d], and where they lie there, [B,T,K].
+    def read(self, selection: torch.Tensor, sequence: torch.Tensor | None = None,
+             ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Entries that contain the selected ones, [n,S,d], and where they lie there, [n,T,K].
 
-        selection [B,T,K]: entry numbers, -1 = none. Only what is needed is decoded: all entries
-        where many queries select from few of them, else just those that were selected.
+        selection [n,T,K]: entry numbers, -1 = none, in rows sequence[n]; None: of all rows, in
+        order. Only what is needed is decoded: all entries where many queries select from few of
+        them, else just those that were selected.
         """
-        B, T, K = selection.shape
-        if self._values is not None or T * K >= self.length:
+        n, T, K = selection.shape
+        S, B = self.length, len(self.counts)
+        whole = self._values is not None or n * T * K >= B * S
+        if not S or (whole and sequence is None):
             return self.values(), selection
-        rows = self._joined("kv")                                       # [B,S,columns]
-        index = selection.clamp(min=0).reshape(B, T * K, 1).expand(-1, -1, rows.shape[2])
+        rows = self.values() if whole else self._joined("kv")           # [B,S,columns]
+        first = S * (torch.arange(B, device=rows.device) if sequence is None else sequence)
+        index = selection.clamp(min=0).flatten(1) + first[:, None]      # [n,T*K]
+        found = rows.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, (n, T * K))
         place = torch.arange(T * K, device=selection.device).reshape(T, K)
-        return (self.kv_codec.decode(rows.gather(1, index)),
+        return (found if whole else self.kv_codec.decode(found),
                 torch.where(selection < 0, selection, place))
 
     def _joined(self, part: str) -> torch.Tensor:

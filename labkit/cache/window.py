@@ -63,8 +63,7 @@ class WindowRing(Recent):
         return take_rows(self.rows, (start[:, None] - self.window + steps) % self.window)
 
     def _last(self, both: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        kept = super()._last(both, count)                # positions start+count-W ..
-        steps = torch.arange(self.window, device=both.device)
-        slots = (self._start[:, None] + count[:, None] - self.window + steps) % self.window
-        index = slots[..., None].expand_as(kept)
-        return torch.empty_like(kept).scatter(1, index, kept)
+        slots = torch.arange(self.window, device=both.device)
+        end = (self._start + count)[:, None]
+        # Slot s gets the last of these W positions that is s mod W.
+        return take_rows(both, count[:, None] + (slots - end) % self.window)

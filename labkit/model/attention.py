@@ -64,7 +64,7 @@ class Attention(nn.Module):
         turns = run.turns(compressed=role.ratio > 0)                    # [B,T,R/2] each
         q_latent, q = self.queries(x, turns)                    # [B,T,q_lora], [B,T,H,d]
         window, start = run.cache.windows[role.layer].take_in(
-            self.key_values(x, turns), run.start, run.count, run.enter, run.keep)
+            run.unpack(self.key_values(x, turns)), run.start, run.count, run.enter, run.keep)
         # [B,W+T,d], [B]
 
         if role.kind == "full" and not published:
@@ -74,12 +74,15 @@ class Attention(nn.Module):
         entries = selection = None
         if role.ratio:
             assert run.published.entries is not None and run.published.selection is not None
-            entries, selection = run.published.entries.read(run.published.selection)
-        run.tap(f"{name}.q", q)
+            entries, selection = run.published.entries.read(run.rows(run.published.selection),
+                                                            run.sequence)
+        run.tap_tokens(f"{name}.q", q)
         run.tap(f"{name}.window", window)
-        y = run.kernels.sparse_attention(q, window, entries, selection, self.attn_sink, start)
-        out = self.output(y.to(x.dtype), turns)                         # [B,T,D]
-        run.tap(f"{name}.out", out)
+        window, start = run.window_rows(window, start)
+        y = run.kernels.sparse_attention(run.rows(q), window, entries, selection, self.attn_sink,
+                                         start)                         # [B,T,H,d]
+        out = self.output(run.tokens(y).to(x.dtype), turns)             # [B,T,D]
+        run.tap_tokens(f"{name}.out", out)
         return out
 
     def queries(self, x: torch.Tensor, turns: Turns) -> tuple[torch.Tensor, torch.Tensor]:

@@ -45,11 +45,11 @@ class Block(nn.Module):
     def enter(self, h: torch.Tensor, run: Run, rows: torch.Tensor | None,
               blocked: torch.Tensor) -> torch.Tensor:
         """The Engram update of the streams, where this layer has one."""
-        run.tap(f"{self.name}.streams_in", h)
+        run.tap_tokens(f"{self.name}.streams_in", h)
         if self.role.engram:
             assert rows is not None
             h = self.engram(h, rows, blocked, run)
-        run.tap(f"{self.name}.streams_after_engram", h)
+        run.tap_tokens(f"{self.name}.streams_after_engram", h)
         run.entering(self.role.layer, h)
         return h
 

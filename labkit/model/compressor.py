@@ -31,11 +31,12 @@ class Compressor(nn.Module):
         """x [B,T,D] -> (latent [B,G,d] not rotated, complete [B]: how many of the G exist)."""
         r = self.ratio
         if r == 1:
-            return self.norm(self.wkv(x)), run.count
+            return run.unpack(self.norm(self.wkv(x))), run.count        # a token is a group
         wide_x = wide(x)  # fp32 weights and products, also in a bf16 model
         value, gate = F.linear(wide_x, self.wkv.weight), F.linear(wide_x, self.wgate.weight)
         both = torch.cat([value, gate], dim=-1)                         # [B,T,2d]
-        groups = run.cache.tails[self.layer].groups(both, run.start, run.count, run.keep)
+        groups = run.cache.tails[self.layer].groups(run.unpack(both), run.start, run.count,
+                                                    run.keep)
         # [B,G,r,2d]
         value, gate = groups.chunk(2, dim=-1)
         latent = (torch.softmax(gate, dim=2) * value).sum(dim=2)       # [B,G,d]

@@ -66,7 +66,7 @@ class DraftAttention(Attention):
         y = run.kernels.sparse_attention(q, own, keys, selected, self.attn_sink,
                                          torch.zeros_like(known))
         out = self.output(y.to(x.dtype), turns)
-        run.tap(f"{self.name}.out", out)
+        run.tap_tokens(f"{self.name}.out", out)
         return out
 
 
@@ -130,10 +130,11 @@ class DSpark(nn.ModuleList):
         """Put what the target thought of these tokens into the windows of all stages."""
         c = self.config
         features = torch.cat([run.features[layer] for layer in c.dspark_target_layer_ids], dim=-1)
-        run.tap("dspark.target_features", features)                     # [B,T,targets*D]
+        run.tap_tokens("dspark.target_features", features)              # [B,T,targets*D]
         rings = run.cache.draft_windows
         for stage, kv in enumerate(self.key_values(features, run)):
-            rows, _ = rings[stage].take_in(kv, run.start, run.count, run.enter, run.keep)
+            rows, _ = rings[stage].take_in(run.unpack(kv), run.start, run.count, run.enter,
+                                           run.keep)
             run.tap(f"mtp.{stage}.attn.window", rows)                   # [B,W+T,d]
 
     def key_values(self, features: torch.Tensor, run: Run) -> list[torch.Tensor]:

@@ -42,7 +42,7 @@ class Engram(nn.Module):
         key, value = memory[:, :, :-1], memory[:, :, -1:]                # [B,T,C,D], [B,T,1,D]
         update = run.kernels.fuse(gated_update)
         h, gate = update(h, key, value, self.q_weight, self.k_weight, blocked, c.rms_norm_eps)
-        run.tap(f"layers.{self.layer}.engram.gate", gate)
+        run.tap_tokens(f"layers.{self.layer}.engram.gate", gate)
         return h
 
 

@@ -58,20 +58,22 @@ class Indexer(nn.Module):
         assert keys is not None
         q, weights = self.queries(x, q_latent, run)
         name = f"layers.{self.role.layer}.attn"
-        run.tap(f"{name}.index_queries", q)
-        run.tap(f"{name}.index_weights", weights)
+        run.tap_tokens(f"{name}.index_queries", q)
+        run.tap_tokens(f"{name}.index_weights", weights)
         with torch.no_grad():
+            q, weights = run.rows(q), run.rows(weights)
+            positions = run.rows(run.pack(run.positions))
             products = q.shape[0] * q.shape[2] * min(keys.length, KEY_BLOCK)   # of one query
             chunk = max(1, CHUNK_ELEMENTS // max(1, products))
             parts = [self._select(q[:, t : t + chunk], weights[:, t : t + chunk],
-                                  run.positions[:, t : t + chunk], t, run)
+                                  positions[:, t : t + chunk], t, run)
                      for t in range(0, q.shape[1], chunk)]
-        selection = torch.cat([p[0] for p in parts], dim=1)            # [B,T,K]
-        run.tap(f"{name}.topk_indices", selection)
+        selection = run.tokens(torch.cat([p[0] for p in parts], dim=1))  # [B,T,K]
+        run.tap_tokens(f"{name}.topk_indices", selection)
         if self.role.publishes_candidates:
-            run.published.candidates = torch.cat([p[1] for p in parts], dim=1)
+            pool = run.published.candidates = run.tokens(torch.cat([p[1] for p in parts], dim=1))
             run.tap(f"{name}.candidates", lambda: self._mask(
-                run.published.candidates, run.positions, keys.length))
+                run.unpack(pool), run.positions, keys.length))
         return selection
 
     def _select(self, q: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, t: int,
@@ -79,8 +81,9 @@ class Indexer(nn.Module):
         """Selection [B,t,K] and pool blocks [B,t,blocks] of a chunk of queries."""
         keys = run.published.index_keys
         assert keys is not None
-        parts = [run.kernels.index_scores(q, keys.keys(s, min(s + KEY_BLOCK, keys.length)), weights)
-                 for s in range(0, max(1, keys.length), KEY_BLOCK)]
+        blocks_of_keys = (keys.keys(s, min(s + KEY_BLOCK, keys.length), run.sequence)
+                          for s in range(0, max(1, keys.length), KEY_BLOCK))
+        parts = [run.kernels.index_scores(q, block, weights) for block in blocks_of_keys]
         scores = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]   # [B,t,S]
         seen = visible(positions, self.role.ratio, keys.length)
         scores = scores.masked_fill(~seen, MINUS_INF)
@@ -88,8 +91,8 @@ class Indexer(nn.Module):
         if self.role.publishes_candidates:
             blocks = candidate_blocks(scores, positions, self.role.ratio, self.config, run)
         if self.role.uses_candidates:
-            pool = run.published.candidates
-            assert pool is not None
+            assert run.published.candidates is not None
+            pool = run.rows(run.published.candidates)
             mask = self._mask(pool[:, t : t + q.shape[1]], positions, keys.length)
             scores = scores.masked_fill(~mask, MINUS_INF)
         return run.kernels.select_top(scores, self.config.index_topk), blocks

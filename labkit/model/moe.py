@@ -69,7 +69,7 @@ class MoE(nn.Module):
         """[B,T,D] -> [B,T,D]."""
         flat = x.flatten(0, -2)                                          # [N,D]
         picked, weights = self.gate(flat, run)
-        run.tap(f"{self.name}.picked", lambda: picked.unflatten(0, x.shape[:-1]))
-        run.tap(f"{self.name}.weights", lambda: weights.unflatten(0, x.shape[:-1]))
+        run.tap_tokens(f"{self.name}.picked", picked.unflatten(0, x.shape[:-1]))
+        run.tap_tokens(f"{self.name}.weights", weights.unflatten(0, x.shape[:-1]))
         routed = run.kernels.routed_experts(flat, picked, weights, self.experts)
         return (routed.to(x.dtype) + self.shared_experts(flat)).view_as(x)

@@ -13,7 +13,6 @@ from torch import nn
 
 from labkit import kernels
 from labkit.cache import Cache
-from labkit.cache.recent import take_rows
 from labkit.config import ModelConfig
 from labkit.errors import InputError
 from labkit.model.block import Block
@@ -130,8 +129,10 @@ class Transformer(nn.Module):
                   self.cache_rounding, taps, keep=keep)
         x, last = self._layers(ids, run, tail, cut)                     # [B,T,D]
         if last_only and last.length:
-            x = torch.take_along_dim(x, (last.count - 1)[:, None, None], dim=1)
+            x = torch.take_along_dim(last.unpack(x), (last.count - 1)[:, None, None], dim=1)
         logits = F.linear(wide(self.norm(x)), wide(self.head.weight))   # [B,T,V]
+        if not last_only:
+            logits = last.unpack(logits)
         run.tap("logits", logits)
         cache.commit(ids, count, keep)
         return Output(logits)
@@ -152,6 +153,8 @@ class Transformer(nn.Module):
             history = both[:, : c.engram_max_ngram_size - 1]
             rows = addresses(c, self.engram_classes, ids, blocked, history)  # [B,T,L,(N-1)*heads]
             run.tap("engram_hash_ids", rows)
+            rows = run.pack(rows)
+        ids, blocked = run.pack(ids), run.pack(blocked)                 # from here on live tokens
         h = self.embed(ids)[:, :, None].expand(-1, -1, c.hc_mult, -1)    # [B,T,C,D]
         pre = torch.zeros(*ids.shape, c.hc_mult, dtype=wide(h[:1, :1]).dtype, device=ids.device)
         pre[..., 0] = 1.0                                   # the first site reads stream 0
@@ -171,15 +174,14 @@ class Transformer(nn.Module):
             else:
                 h = block.enter(h, run, own, blocked)
                 block.publish(h, pre, run)                  # the decoder's global KV, all tokens
-            last, columns = run.tail(tail)
+            last, take = run.tail(tail)
             if tail == 0:
                 for ring in cache.rings[layer + (cut == "after"):]:
                     ring.enter(run.start + run.count)
-                return h[:, :0, 0], last
-            run, blocked = last, ~last.live
-            h = take_rows(h, columns)                                   # [B,tail,C,D]
-            pre = take_rows(pre, columns)                               # [B,tail,C]
-            rows = None if rows is None else take_rows(rows, columns)
+                return run.unpack(h)[:, :0, 0], last
+            run, blocked = last, last.pack(~last.live)
+            h, pre = take(h), take(pre)                                 # [B,tail,C,D], [B,tail,C]
+            rows = None if rows is None else take(rows)
             if cut == "inside":
                 h, pre = block.sites(h, pre, run, published=True)
         if cache.draft_windows:

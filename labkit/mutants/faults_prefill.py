@@ -73,7 +73,8 @@ def query_chunks_start_anew() -> list[Patch]:
 
     def around(original):
         def select(self, q, weights, positions, t, run):
-            return original(self, q, weights, run.positions[:, : q.shape[1]], t, run)
+            first = run.rows(run.pack(run.positions))[:, : q.shape[1]]
+            return original(self, q, weights, first, t, run)
         return select
     return method(Indexer, "_select", around)
 
