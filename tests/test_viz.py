@@ -13,7 +13,7 @@ import torch
 
 import labkit
 from labkit.config import ModelConfig
-from labkit.engine.generate import Candidate, Event
+from labkit.engine.transcript import Candidate, Event
 from labkit.errors import InputError
 from labkit.model.rope import rotate, rotation
 from labkit.viz import palette

@@ -6,58 +6,20 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from labkit.engine.replay import decoder_tail
-from labkit.engine.sampling import Sampling, distribution, sample
+from labkit.engine.sampling import Sampling
 from labkit.engine.session import Session, one_thread, prefill_mode
 from labkit.engine.speculation import Request
 from labkit.engine.speculator import Speculation, Speculator
-from labkit.engine.stopping import StopFilter, checked_stops
-from labkit.errors import InputError
+from labkit.engine.transcript import Event, StopReason, Transcript, check_count
 from labkit.text.tokenizer import Tokenizer
-
-StopReason = Literal["eos", "stop", "length", "interrupted"]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """An id that could have come next.
-
-    probability  the model's own: softmax of the logits
-    sampled      after temperature, top_k and top_p; what the draw is made from
-    """
-
-    id: int
-    text: str
-    probability: float
-    sampled: float
-
-
-@dataclass(frozen=True)
-class Event:
-    """One drawn id. The texts of all events join to the text of the generation.
-
-    text         what became sure with this id: "" inside a character of several ids, and while
-                 a stop string may be under way
-    probability, sampled   as in `Candidate`
-    candidates   the likeliest ids by `probability`, likeliest first, as many as asked for
-    stop_reason  on the last event: eos, stop (a stop string) or length (max_new_tokens)
-    """
-
-    index: int
-    id: int
-    text: str
-    probability: float
-    sampled: float
-    candidates: tuple[Candidate, ...]
-    stop_reason: StopReason | None
 
 
 @dataclass(frozen=True)
@@ -91,10 +53,10 @@ class Result:
         return {"text": self.text, "ids": list(self.ids), "stats": asdict(self.stats)}
 
 
-class Generation:
+class Generation(Transcript):
     """A running generation; iterate once. `text`, `ids` and `stats` are current at any moment.
 
-    All arguments are checked here, before the first token is computed.
+    All arguments are checked at once, before the first token is computed.
 
     progress: set it before iterating to be told how many tokens of the prompt each pass read
     (several passes only with a chunk).
@@ -112,38 +74,17 @@ class Generation:
         chunk: int | None = None, speculator: Speculator | None = None,
     ) -> None:
         config = session.model.config
-        _check_count("max_new_tokens", max_new_tokens, least=1)
-        _check_count("candidates", candidates, least=0)
-        if seed is not None and (
-            not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63
-        ):
-            raise InputError(f"seed is {seed!r}: it must be a whole number from 0 to 2**63 - 1")
-        _check_prompt(prompt, config.vocab_size)
-        total = session.length + len(prompt) + max_new_tokens
-        if total > config.max_position_embeddings:
-            raise InputError(
-                f"{session.length + len(prompt)} prompt tokens and {max_new_tokens} new ones make "
-                f"{total}, more than the context of {config.max_position_embeddings} "
-                "(max_position_embeddings): shorten the prompt or lower max_new_tokens")
-        self.session, self.tokenizer, self.sampling = session, tokenizer, sampling
-        self.prompt, self.max_new_tokens = list(prompt), max_new_tokens
-        self.candidates = candidates
+        super().__init__(config, tokenizer, prompt, max_new_tokens, sampling, stop, seed,
+                         candidates, past=session.length)
+        self.session = session
         self.prefill = prefill_mode(prefill)
         decoder_tail(config, halo, cut)  # refuses an unknown halo or cut
         if chunk is not None:
-            _check_count("chunk", chunk, least=1)
+            check_count("chunk", chunk, least=1)
         self.halo, self.cut, self.chunk = halo, cut, chunk
-        # Without a seed one is drawn, and reported, so that any run can be repeated.
-        self.seed = secrets.randbits(32) if seed is None else seed
         self.speculator = speculator
         if speculator is not None:
             speculator.begin(session.model, session.cache)
-        self.ids: list[int] = []
-        self.text = ""
-        self.stop_reason: StopReason | None = None
-        self._generator = torch.Generator().manual_seed(self.seed)
-        self._decoder = tokenizer.stream()
-        self._filter = StopFilter(checked_stops(stop))
         self._prefill_seconds = self._decode_seconds = 0.0
         self._events = self._run()
 
@@ -156,7 +97,7 @@ class Generation:
     def _run(self) -> Iterator[Event]:
         started = time.perf_counter()
         logits = self._read_prompt()                                   # [1,1,V]
-        event = self._event(logits[0, -1])
+        event = self.take(logits[0, -1])
         self._prefill_seconds = time.perf_counter() - started
         yield event
         while self.stop_reason is None:
@@ -165,7 +106,7 @@ class Generation:
                 continue
             started = time.perf_counter()
             logits = self.session.decode(event.id)                     # [1,1,V]
-            event = self._event(logits[0, -1])
+            event = self.take(logits[0, -1])
             self._decode_seconds += time.perf_counter() - started
             yield event
 
@@ -174,7 +115,7 @@ class Generation:
         started, cache = time.perf_counter(), self.session.cache
         begin, before = cache.lengths, len(self.ids)
         # The anchor is among the ids; what is drafted must leave room for the target's own token.
-        request = Request(self.ids[-1], self.sampling, self._generator,
+        request = Request(self.ids[-1], self.sampling, self.generator,
                           self.max_new_tokens - len(self.ids) - 1)
         try:
             with one_thread(self.session.small):
@@ -183,7 +124,7 @@ class Generation:
             self._decode_seconds += time.perf_counter() - started
             for id_, logits in zip(emission.ids, emission.logits, strict=True):
                 started = time.perf_counter()
-                event = self._event(logits, id_)
+                event = self.take(logits, id_)
                 self._decode_seconds += time.perf_counter() - started
                 yield event
                 if self.stop_reason is not None:
@@ -207,57 +148,10 @@ class Generation:
             if hook is not None:
                 hook.remove()
 
-    def _event(self, logits: torch.Tensor, decided: int | None = None) -> Event:
-        """Logits [V] -> the next id (drawn here, or decided), its text, whether it was the last."""
-        # Ids that pad the vocabulary have no text; they cannot be drawn.
-        logits = logits[: self.tokenizer.vocab_size]
-        s = self.sampling
-        with one_thread():                                              # V numbers: one is enough
-            model = distribution(logits)
-            drawn_from = distribution(logits, s.temperature, s.top_k, s.top_p)
-            id_ = sample(drawn_from, self._generator) if decided is None else decided
-        reason: StopReason | None = None
-        piece = ""
-        if id_ == self.session.model.config.eos_token_id:
-            reason = "eos"
-        else:
-            piece = self._filter.push(self._decoder.push(id_))
-            if self._filter.stopped:
-                reason = "stop"
-            elif len(self.ids) + 1 == self.max_new_tokens:
-                reason = "length"
-        if reason in ("eos", "length"):
-            piece += self._rest()
-        event = Event(len(self.ids), id_, piece, float(model[id_]), float(drawn_from[id_]),
-                      self._likeliest(model, drawn_from), reason)
-        self.ids.append(id_)
-        self.text += piece
-        self.stop_reason = reason
-        return event
-
-    def _likeliest(self, model: torch.Tensor, drawn_from: torch.Tensor) -> tuple[Candidate, ...]:
-        if not self.candidates:
-            return ()
-        ids = torch.sort(model, descending=True, stable=True).indices[: self.candidates].tolist()
-        return tuple(
-            Candidate(i, text, float(model[i]), float(drawn_from[i]))
-            for i, text in zip(ids, self.tokenizer.decode_each(ids), strict=True)
-        )
-
-    def _rest(self) -> str:
-        """The end of the text: an unfinished character and what the filter held back."""
-        piece = self._filter.push(self._decoder.finish())
-        return piece + self._filter.finish()
-
     def interrupt(self) -> str:
         """End it where it is (Ctrl-C): the piece of text that was still held back."""
         self._events.close()  # type: ignore[attr-defined]
-        if self.stop_reason is not None:
-            return ""
-        self.stop_reason = "interrupted"
-        piece = self._rest()
-        self.text += piece
-        return piece
+        return self.end()
 
     @property
     def stats(self) -> Stats:
@@ -271,18 +165,3 @@ class Generation:
 
     def result(self) -> Result:
         return Result(self.text, tuple(self.ids), self.stats)
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(f"{name} is {value!r}: it must be a whole number, at least {least}")
-
-
-def _check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
-    if not prompt:
-        raise InputError("the prompt is empty: give at least one token")
-    for id_ in prompt:
-        if not isinstance(id_, int) or isinstance(id_, bool):
-            raise InputError(f"the prompt holds {id_!r}: a list of ids takes whole numbers only")
-        if not 0 <= id_ < vocab_size:
-            raise InputError(f"token id {id_} is outside the vocabulary 0..{vocab_size - 1}")

@@ -12,7 +12,7 @@ from labkit.viz.next_token import next_token_bars
 from labkit.viz.picture import Picture
 
 if TYPE_CHECKING:
-    from labkit.engine.generate import Event
+    from labkit.engine.transcript import Event
     from labkit.lab import Lab
 
 SHOWN = 8

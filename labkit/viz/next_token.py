@@ -12,7 +12,7 @@ from labkit.viz.picture import Picture, base_layout
 from labkit.viz.tokens import visible
 
 if TYPE_CHECKING:
-    from labkit.engine.generate import Candidate, Event
+    from labkit.engine.transcript import Candidate, Event
 
 WIDTH = 620
 
@@ -59,7 +59,7 @@ def next_token_bars(candidates: Sequence[Candidate] | Event, drawn: int | None =
 
 def bars(candidates: Sequence[Candidate] | Event, drawn: int | None = None) -> list[dict[str, Any]]:
     """What is drawn: label, id, probability, sampled, note; the drawn id always among them."""
-    from labkit.engine.generate import Event
+    from labkit.engine.transcript import Event
 
     listed: list[Any]
     if isinstance(candidates, Event):
