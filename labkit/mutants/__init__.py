@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from labkit.mutants import (  # noqa: F401
     faults_attention,
+    faults_draft,
     faults_layers,
     faults_memory,
     faults_prefill,

@@ -46,8 +46,10 @@ VECTORS: dict[str, Check] = {}
 def load() -> None:
     """Fill both tables (the modules register their checks when imported)."""
     for module in ("properties_small", "properties_speculation", "properties",
-                   "properties_reuse", "vectors", "vectors_reuse"):
+                   "properties_draft", "properties_reuse", "properties_drafted", "vectors",
+                   "vectors_draft", "vectors_reuse"):
         importlib.import_module(f"labkit.mutants.{module}")
-    for name in ("token_by_token", "scaled_streams", "bf16", "renamed_ids"):
+    for name in ("token_by_token", "text_drafted_on", "text_draft_kept", "scaled_streams", "bf16",
+                 "renamed_ids"):
         found = PROPERTIES if name in PROPERTIES else VECTORS
         found[name] = found.pop(name)  # the costly ones come last

@@ -6,6 +6,7 @@ import torch
 
 from labkit.mutants.record import Patch, everywhere, method, mutant
 
+BEHIND = "dspark.raw_hidden of the block behind"
 OUTRUN = "an exact replay starts so far back that its end does not feel it"
 
 
@@ -217,3 +218,64 @@ def rewind_forgets_entries() -> list[Patch]:
                 self.stores = stores
         return rewind
     return method(Cache, "rewind", around)
+
+
+# ------------------------------------------------------------------ the draft's part of a session
+@mutant("rewind", "Rejected tokens stay in the draft's windows.",
+        "Rejected drafts left in part of the state: here the text stays right, guesses decay.",
+        BEHIND + " a step in which something was rejected")
+def rewind_forgets_draft_windows() -> list[Patch]:
+    from labkit.cache.cache import Cache
+
+    def around(original):
+        def _take_back(self, lengths):
+            rings, self.draft_windows = self.draft_windows, []
+            try:
+                original(self, lengths)
+            finally:
+                self.draft_windows = rings
+        return _take_back
+    return method(Cache, "_take_back", around)
+
+
+@mutant("rewind", "The first rejected token stays.",
+        "Off by one: a pass over n drafts reads n + 1 tokens, the anchor first.",
+        "The length of a session after a step, and all that follows")
+def rewind_keeps_first_rejected() -> list[Patch]:
+    from labkit.cache.cache import Cache
+
+    def around(original):
+        def rewind(self, lengths):
+            self.settle()
+            original(self, torch.minimum(lengths + 1, self.lengths))
+        return rewind
+    return method(Cache, "rewind", around)
+
+
+@mutant("replay", "What is read again does not count for the draft's windows.",
+        "The window of the draft empty after a restore: acceptance is low for about W tokens.",
+        BEHIND + " a crop or a hit, and how many features the rings say exist")
+def replay_leaves_draft_empty() -> list[Patch]:
+    from labkit.cache.cache import Cache
+
+    def around(original):
+        def keep_global_only(self, lengths, enter, look_back):
+            original(self, lengths, enter, look_back)
+            for ring in self.draft_windows:
+                ring.first = torch.tensor(lengths, device=self.device)
+        return keep_global_only
+    return method(Cache, "keep_global_only", around)
+
+
+@mutant("prefix hit", "A full hit brings back the layers' windows, but not the draft's.",
+        "A saved state whose list of parts was made before there was a draft.",
+        BEHIND + " a full hit, and how many features the rings say exist")
+def hit_without_draft_windows() -> list[Patch]:
+    from labkit.cache.blocks import fill
+
+    def bare(cache, ids, blocks, state):
+        empty = [(ring.rows, torch.full_like(ring.first, len(ids))) for ring in cache.draft_windows]
+        fill(cache, ids, blocks, state)
+        for ring, (rows, first) in zip(cache.draft_windows, empty, strict=True):
+            ring.rows, ring.first = rows, first
+    return everywhere(fill, bare)

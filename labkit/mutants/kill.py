@@ -138,11 +138,19 @@ def _first_failure(found: Iterable[checks.Check]) -> tuple[str | None, str | Non
 
 def _warm(vectors: bool) -> None:
     """What checks keep between runs must be computed by right code: do it before any fault."""
-    from labkit.mutants import golden, properties, properties_reuse
+    from labkit.mutants import (
+        golden,
+        properties,
+        properties_draft,
+        properties_drafted,
+        properties_reuse,
+    )
 
     properties.oracle_answers(False)
     properties.oracle_answers(True)
     properties_reuse.warm()
+    properties_draft.warm()
+    properties_drafted.warm()
     if vectors:
         for name in ("text", "padded", "long", "ratio4", "no_candidates", "bf16"):
             golden.model(name)
