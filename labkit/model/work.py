@@ -20,6 +20,9 @@ Attention and index scores are counted as the reference computes them: every que
 window keys and K selected entries, every index query against all entries, masked or not. That is
 what a pass needs; a faster kernel set may compute more (`cpu` multiplies blocks of W queries with
 2W window columns) and the count stays that of the reference.
+
+The draft is counted where it is computed: what the target's own pass adds for it (the features of
+its tokens, made window KV for every stage) and the blocks of slots that `Transformer.draft` reads.
 """
 
 from __future__ import annotations
@@ -36,13 +39,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from labkit.model import block, transformer
+from labkit.model import block, dspark, transformer
 from labkit.model.attention import Attention, GroupedLinear
 from labkit.model.compressor import Compressor
+from labkit.model.dspark import DSpark
 from labkit.model.engram import Engram, gated_update
 from labkit.model.hyper import collapse, expand, hyper_mix
 from labkit.model.moe import Gate
-from labkit.model.transformer import Output, Transformer
+from labkit.model.transformer import Transformer
 
 PARTS = {
     "engram": "memory rows to keys and value",
@@ -60,6 +64,9 @@ PARTS = {
     "gate": "routing scores",
     "experts": "the routed experts",
     "shared_expert": "the expert that all tokens visit",
+    "draft.features": "what the target thought of its tokens, to the window KV of all stages",
+    "markov": "the logits' bias from the token before",
+    "confidence": "whether a slot's token will survive",
     "head": "logits",
     "other": "modules that are none of these",
 }
@@ -68,22 +75,28 @@ PARTS = {
 ELEMENTWISE = ("engram.gate", "hyper.write", "compressor.pool", "indexer.sum")
 """Parts that the reference computes element by element, not as matrix products."""
 
-SIDES = ("encoder", "decoder", "outside")
-"""Layers before the last KV source, layers from it on, and what belongs to no layer."""
+SIDES = ("encoder", "decoder", "draft", "outside")
+"""Layers before the last KV source, layers from it on, stages of the draft (with their head), and
+what belongs to neither."""
 
 
 @dataclass
 class Work:
-    """What was computed, by layer (None: outside the layers) and part (see `PARTS`).
+    """What was computed, by layer and part (see `PARTS`).
 
-    passes  layer -> tokens whose queries the layer computed: its layer-token passes
+    The stages of the draft count on behind the `layers` layers; None is outside of both.
+
+    passes  layer -> tokens whose queries the layer computed: its layer-token passes; of a stage
+            of the draft, slots
     stored  layer -> tokens that the layer compressed into entries
     macs    (layer, part) -> multiply-adds
 
-    What counts is what is computed, so the right padding of a batch counts too.
+    What counts is what is computed. Rows of a batch that differ in length are padded for windows,
+    groups and scores only, and there the padding counts.
     """
 
     encoder_layers: int
+    layers: int
     passes: Counter[int] = field(default_factory=Counter)
     stored: Counter[int] = field(default_factory=Counter)
     macs: Counter[tuple[int | None, str]] = field(default_factory=Counter)
@@ -103,39 +116,43 @@ class Work:
 
     def copy(self) -> Work:
         """The count so far; later passes do not change it."""
-        return Work(self.encoder_layers, self.passes.copy(), self.stored.copy(), self.macs.copy())
+        return Work(self.encoder_layers, self.layers, self.passes.copy(), self.stored.copy(),
+                    self.macs.copy())
 
     def __sub__(self, earlier: Work) -> Work:
         """What was computed since `earlier`, a copy of this count."""
-        return Work(self.encoder_layers, self.passes - earlier.passes,
+        return Work(self.encoder_layers, self.layers, self.passes - earlier.passes,
                     self.stored - earlier.stored, self.macs - earlier.macs)
 
     def table(self) -> str:
-        """One row a part that occurs, one column a side, and totals."""
-        rows: list[tuple[str, ...]] = [("", *SIDES, "all")]
-        for name, counter in (("layer-token passes", self.passes),
-                              ("tokens compressed", self.stored)):
-            rows.append(self._row(name, counter))
+        """One row a part that occurs, one column a side (the draft's if it occurs), and totals."""
+        sides = [side for side in SIDES if side != "draft" or self.total(side=side)]
+        rows: list[tuple[str, ...]] = [("", *sides, "all")]
+
+        def row(name: str, by_layer: Mapping[Any, int]) -> None:
+            sums = [sum(n for layer, n in by_layer.items() if self._side(layer) == side)
+                    for side in sides]
+            rows.append((name, *(f"{n:,}" for n in (*sums, sum(sums)))))
+
+        row("layer-token passes", self.passes)
+        row("tokens compressed", self.stored)
         for part in PARTS:
             found = {layer: n for (layer, name), n in self.macs.items() if name == part}
             if found:
-                rows.append(self._row(part, found))
-        sums: Counter[int | None] = Counter()
+                row(part, found)
+        total: Counter[int | None] = Counter()
         for (layer, _), n in self.macs.items():
-            sums[layer] += n
-        rows.append(self._row("multiply-adds", sums))
+            total[layer] += n
+        row("multiply-adds", total)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join([row[0].ljust(widths[0])] + [
             cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)])
             for row in rows)
 
-    def _row(self, name: str, by_layer: Mapping[Any, int]) -> tuple[str, ...]:
-        sums = [sum(n for layer, n in by_layer.items() if self._side(layer) == side)
-                for side in SIDES]
-        return (name, *(f"{n:,}" for n in (*sums, sum(sums))))
-
     def _side(self, layer: int | None) -> str:
-        return SIDES[2] if layer is None else SIDES[layer >= self.encoder_layers]
+        if layer is None:
+            return "outside"
+        return SIDES[(layer >= self.encoder_layers) + (layer >= self.layers)]
 
 
 @contextmanager
@@ -147,14 +164,14 @@ def counting(model: Transformer) -> Iterator[Work]:
     run in between, but not at the same moment in another thread: the streams that they read
     would be counted here.
     """
-    work = Work(model.config.encoder_layers)
+    work = Work(model.config.encoder_layers, len(model.layers))
     watch = _Watch(model, work)
     with ExitStack() as undo:
         watch.hook_modules(undo)
         undo.callback(setattr, model, "kernels", model.kernels)
         model.kernels = watch.wrapped(model.kernels)
-        # These two read the streams outside of a site too, where no kernel set is asked.
-        for place in (block, transformer):
+        # These read the streams outside of a site too, where no kernel set is asked.
+        for place in (block, dspark, transformer):
             undo.callback(setattr, place, "collapse", place.collapse)  # type: ignore[attr-defined]
             place.collapse = watch.direct(place.collapse)  # type: ignore[attr-defined]
         yield work
@@ -171,13 +188,21 @@ class _Watch:
         self.model, self.work = model, work
         self.layer: int | None = None
         self.collapsed = 0  # multiply-adds of streams that were read, for a site not yet known
-        self.layer_of = {id(p): _layer(name) for name, p in model.named_parameters()}
+        self.feeding = False  # features of the target are on their way into the draft's windows
+        self.layer_of = {id(p): self.number(name) for name, p in model.named_parameters()}
         self.functions: dict[Callable[..., Any], Callable[..., None]] = {
             hyper_mix: self.hyper_mix, collapse: self.collapse, expand: self.expand,
             gated_update: self.gated_update}
 
     def add(self, layer: int | None, part: str, macs: int) -> None:
         self.work.macs[layer, part] += macs
+
+    def number(self, name: str) -> int | None:
+        """The layer, counted on through the draft's stages, that a module or parameter is in."""
+        first, _, rest = name.partition(".")
+        if first not in ("layers", "mtp") or not rest:
+            return None
+        return int(rest.partition(".")[0]) + (self.work.layers if first == "mtp" else 0)
 
     # ------------------------------------------------------------------ modules
     def hook_modules(self, undo: ExitStack) -> None:
@@ -188,13 +213,21 @@ class _Watch:
             undo.callback(module.register_forward_hook(hook).remove)
 
         before(self.model, self.starts)
-        after(self.model, self.ends)
+        ends = ["norm"]                                  # what the head multiplies comes from here
+        if self.model.mtp is not None:
+            ends.append(f"mtp.{len(self.model.mtp) - 1}.norm")
         for name, module in self.model.named_modules():
-            layer = _layer(name)
+            layer = self.number(name)
+            if isinstance(module, DSpark):
+                before(module, self.starts)
+            if name == "mtp.0.main_proj":
+                before(module, self.feeds)
             if isinstance(module, (Attention, Engram)):
                 before(module, functools.partial(self.enters, layer))
-            if name == "norm" or name.endswith((".attn_norm", ".ffn_norm")):
+            if name in ends or name.endswith((".attn_norm", ".ffn_norm")):
                 before(module, functools.partial(self.reads, layer))
+            if name in ends:
+                after(module, functools.partial(self.head, layer))
             if name.endswith(".attn.wq_b"):
                 after(module, functools.partial(self.queries, cast(int, layer)))
             if isinstance(module, (nn.Linear, GroupedLinear)) and name != "head":
@@ -205,10 +238,16 @@ class _Watch:
                 after(module, functools.partial(self.gate, layer))
 
     def starts(self, model: nn.Module, args: Any) -> None:
-        self.layer, self.collapsed = None, 0  # an earlier pass may have been cut short
+        # An earlier pass may have been cut short.
+        self.layer, self.collapsed, self.feeding = None, 0, False
 
-    def ends(self, model: Transformer, args: Any, output: Output) -> None:
-        self.add(None, "head", output.logits.numel() * model.head.weight.shape[1])
+    def feeds(self, projection: nn.Module, args: Any) -> None:
+        """From here to the next pass, window KV is of features, not of a block's own slots."""
+        self.feeding = True
+
+    def head(self, layer: int | None, norm: nn.Module, args: Any, output: torch.Tensor) -> None:
+        """The last norm gives what the head multiplies: [...,D] with the weight [V,D]."""
+        self.add(layer, "head", output.numel() * self.model.head.weight.shape[0])
 
     def enters(self, layer: int | None, module: nn.Module, args: Any) -> None:
         self.layer = layer
@@ -224,6 +263,8 @@ class _Watch:
     def projection(self, layer: int | None, part: str, module: nn.Linear | GroupedLinear,
                    args: Any, output: torch.Tensor) -> None:
         """weight [out,in], or block-diagonal with blocks [out/G,in]: `in` products a number."""
+        if self.feeding and part == "attn.projections":
+            part = "draft.features"
         self.add(layer, part, output.numel() * module.weight.shape[1])
 
     def compressor(self, layer: int, module: Compressor, args: tuple[torch.Tensor, Any],
@@ -307,19 +348,14 @@ class _Watch:
         self.add(self.layer, "engram.gate", 2 * h.numel())              # dot product, write
 
 
-def _layer(name: str) -> int | None:
-    """The layer of a module or parameter, from its name; None outside the layers."""
-    first, _, rest = name.partition(".")
-    return int(rest.partition(".")[0]) if first == "layers" and rest else None
-
-
 _PART_OF = {"engram.wkv": "engram", "attn.indexer": "indexer", "attn.compressor": "compressor",
             "attn": "attn.projections", "ffn.experts": "experts",
-            "ffn.shared_experts": "shared_expert"}
+            "ffn.shared_experts": "shared_expert", "main_proj": "draft.features",
+            "markov_head": "markov", "confidence_head": "confidence"}
 
 
 def _part(name: str) -> str:
-    """The part that a projection layers.{i}.* belongs to."""
-    inside = name.split(".", 2)[-1] if _layer(name) is not None else ""
+    """The part that a projection layers.{i}.* or mtp.{s}.* belongs to."""
+    inside = name.split(".", 2)[-1] if name.startswith(("layers.", "mtp.")) else ""
     return next((part for prefix, part in _PART_OF.items()
                  if inside.startswith(prefix + ".") or inside == prefix), "other")
