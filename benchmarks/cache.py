@@ -93,16 +93,17 @@ def model_threads(lab: Lab, options: argparse.Namespace) -> int:
 
 
 def bytes_table(lab: Lab, options: argparse.Namespace) -> None:
-    """What full pages weigh, by part and side, and what one token more reserves."""
+    """What full pages weigh, by part and side, what one token more reserves, and what does not
+    grow: the windows, the draft's too."""
     for name, c in ((options.model, lab.config), ("flash", ModelConfig.preset("flash"))):
         pages = 8
         tokens = pages * Cache(c).page_tokens
         title("Bytes a token of global KV and index keys", f"shapes of {name}", options.threads,
               f"{tokens} tokens = {pages} full pages a store, from the storages")
         print(f"  {'form':<8}{'a token':>9}{'global_kv':>11}{'index_keys':>12}{'encoder':>9}"
-              f"{'decoder':>9}{'window/layer':>14}{'reserved +1 group':>19}")
+              f"{'decoder':>9}{'window/layer':>14}{'draft':>10}{'reserved +1 group':>19}")
         for form in FORMS:
-            cache = Cache(c, form=form)
+            cache = Cache(c, form=form, draft=True)
             grow(cache, tokens)
             part = {"global_kv": 0, "index_keys": 0}
             side = {"encoder": 0, "decoder": 0}
@@ -119,7 +120,9 @@ def bytes_table(lab: Lab, options: argparse.Namespace) -> None:
             print(f"  {form:<8}{total / tokens:9.1f}"
                   + "".join(f"{n / tokens:{w}.1f}" for n, w in zip(
                       (*part.values(), *side.values()), (11, 12, 9, 9), strict=True))
-                  + f"{window:14,.0f}{cache.nbytes()['reserved']:19,}")
+                  + f"{window:14,.0f}{used['draft']:10,}{cache.nbytes()['reserved']:19,}")
+        if used["draft"]:
+            print(f"  draft: windows of its {c.num_nextn_predict_layers} stages, once a request")
 
 
 def grow(cache: Cache, tokens: int, before: int = 0) -> None:

@@ -9,9 +9,10 @@ import torch
 
 import labkit
 from labkit.cache import Cache
-from labkit.mutants.models import random_ids, random_model, small_config
+from labkit.mutants.models import DRAFT, random_ids, random_model, small_config
 
-# Bytes of one entry with its index key, of a token in all stores, of one layer's window.
+# Bytes of one entry with its index key, of a token in all stores, of one layer's window (and of
+# one stage's of the draft).
 FORMS = {"packed": (356, 890, 67_584), "fp8": (660, 1_650, 67_584), "bf16": (1_280, 3_200, 131_072)}
 
 
@@ -25,7 +26,7 @@ def feed(cache: Cache, count: int) -> None:
     c, start = cache.config, cache.lengths
     new = torch.tensor([count])
     cache.begin()
-    for ring in cache.windows:
+    for ring in cache.rings:
         ring.take_in(torch.randn(1, count, c.head_dim), start, new)
     for layer, tail in cache.tails.items():
         groups = tail.groups(torch.randn(1, count, 2 * c.head_dim), start, new)
@@ -94,7 +95,7 @@ def test_bytes_of_a_token_at_the_released_sizes(flash, form):
             reserved = sum(held - used for _, used, held in store.nbytes())
             assert 0 <= reserved < page[layer], (layer, at)
         found = cache.nbytes()
-        assert found["window"] == flash.num_hidden_layers * window
+        assert found["window"] == flash.num_hidden_layers * window and found["draft"] == 0
         assert sum(found.values()) == sum(storages(cache, POINTERS).values()), at
     assert at == 512
     slope = (measured[512] - measured[2]) / (512 - 2)
@@ -112,6 +113,25 @@ def test_bytes_of_a_token_at_the_released_sizes(flash, form):
     assert filled(cache) - measured[512] == 2 * token
 
 
+@pytest.mark.parametrize("form", [*FORMS, "plain"])
+def test_windows_of_the_draft_weigh_the_same_for_any_text(flash, form):
+    """Three stages, so many bytes a request; nothing else weighs more for it."""
+    window = FORMS[form][2] if form in FORMS else 128 * 512 * 4         # plain: fp32
+    bare, cache = Cache(flash, form=form), Cache(flash, form=form, draft=True)
+    assert len(cache.draft_windows) == 3
+    for count in (0, 1, 127, 1, 1, 130):
+        for each in (bare, cache):
+            if count:
+                feed(each, count)
+        without, found = bare.nbytes(), cache.nbytes()
+        assert found == {**without, "draft": 3 * window}, count
+        assert found["draft"] == sum(storages(cache.draft_windows, POINTERS).values())
+        assert sum(found.values()) == sum(storages(cache, POINTERS).values()), count
+    print(f"{form}: {found['draft']} B of draft windows a request, {window} a stage")
+    if form == "packed":
+        assert found["draft"] == 3 * 67_584 == 202_752
+
+
 def test_pages_are_filled_before_another_begins(flash):
     cache = Cache(flash)
     feed(cache, 256)
@@ -123,9 +143,10 @@ def test_pages_are_filled_before_another_begins(flash):
 
 @pytest.mark.parametrize("form", [*FORMS, "plain"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_model_s_passes_leave_nothing_else_behind(form, batch):
+@pytest.mark.parametrize("draft", [{}, DRAFT], ids=["bare", "draft"])
+def test_a_model_s_passes_leave_nothing_else_behind(form, batch, draft):
     """After real passes too: no joined rows, no decoded copies, no row twice."""
-    config = small_config()
+    config = small_config(**draft)
     model = random_model(config, dtype=torch.float32, cache_rounding=True)
     cache = model.new_cache(batch, form, 8)
     lengths = torch.tensor([9, 3, 7])[:batch]
@@ -133,19 +154,23 @@ def test_a_model_s_passes_leave_nothing_else_behind(form, batch):
         for seed in range(4):
             model(random_ids(config, 9, batch, seed), lengths, cache=cache)
             model(random_ids(config, 1, batch, seed), cache=cache)
-            assert sum(cache.nbytes().values()) == sum(storages(cache, POINTERS).values())
+            found = cache.nbytes()
+            assert sum(found.values()) == sum(storages(cache, POINTERS).values())
+            # Two stages of the draft, seven layers.
+            assert found["draft"] * 7 == (found["window"] * 2 if draft else 0)
 
 
-def test_a_fork_weighs_its_windows_only_once_it_goes_on(flash):
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_fork_weighs_its_windows_only_once_it_goes_on(flash, draft):
     """Both together hold one set of pages; after a step of one, its last pages twice."""
-    cache = Cache(flash)
+    cache = Cache(flash, draft=draft)
     feed(cache, 300)
     alone = sum(storages(cache, POINTERS).values())
     twin = cache.fork()
     assert sum(storages([cache, twin], POINTERS).values()) == alone
     feed(twin, 1)
     both = sum(storages([cache, twin], POINTERS).values())
-    recent = sum(part.nbytes for part in (*twin.windows, *twin.tails.values(), twin.look_back))
+    recent = sum(part.nbytes for part in (*twin.rings, *twin.tails.values(), twin.look_back))
     last = cache.stores[20].pages[0][-1]  # token 301 completes no pair: this store alone writes
     assert both - alone == recent + last.kv.nbytes + last.keys.nbytes
     print(f"fork of 300 tokens: +{both - alone} B after one step, {alone} B before")

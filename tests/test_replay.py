@@ -100,7 +100,7 @@ def replayed_another_way(model, ids, start, monkeypatch) -> Session:
         patch.setattr(Attention, "forward", forward)
         patch.setattr(GlobalStore, "append", append_stored)
         found.prefill(ids)
-    for ring in found.cache.windows:
+    for ring in found.cache.rings:
         ring.first = torch.tensor([start])
     return found
 

@@ -49,6 +49,23 @@ def test_a_second_talk_finds_the_first_ones_pages(lab, tmp_path):
     assert sum(t.hit.tiers.get("disk", 0) for t in again.turns) > 0
 
 
+def test_windows_of_a_draft_are_listed_and_weigh_the_same_in_every_turn():
+    with pytest.warns(UserWarning, match="random"):
+        lab = labkit.load("nano")
+    told = talk(lab.model, lab.tokenizer, 3, [1.0], form="packed", reply=4)
+    stages, window = len(lab.model.mtp), told.session.cache.draft_windows[0].nbytes
+    assert [turn.session["draft"] for turn in told.turns] == [stages * window] * 3
+    row, = (r for r in conversation_view(told).splitlines() if r.startswith("windows of the draft"))
+    assert f"{stages} stages" in row and row.split()[-2:] == [f"{stages * window:,}", "0"]
+    # The pool holds a state a turn, the draft's windows in each.
+    pooled = [turn.stores["windows"] for turn in told.turns]
+    assert all(b - a > stages * window for a, b in zip(pooled, pooled[1:], strict=False))
+    lab = labkit.load("mini")
+    bare = talk(lab.model, lab.tokenizer, 1, [1.0], reply=1)
+    if lab.model.mtp is None:
+        assert "draft" not in conversation_view(bare) and bare.turns[0].session["draft"] == 0
+
+
 def test_what_does_not_fit_changes_nothing(lab):
     clock = ManualClock()
     with lab.prefix_cache(clock=clock) as cache:

@@ -26,7 +26,7 @@ class WindowState:
     """
 
     length: int
-    windows: tuple[tuple[torch.Tensor, torch.Tensor], ...]     # rows and first of each ring
+    windows: tuple[tuple[torch.Tensor, torch.Tensor], ...]     # rows, first of `Cache.rings`
     tails: dict[int, torch.Tensor]
     look_back: torch.Tensor
     partial: dict[int, Page | None]                            # the last, unfinished page
@@ -64,6 +64,10 @@ def fill(cache: Cache, ids: list[int], blocks: list[Block], state: WindowState |
         raise InputError("only an empty cache of one sequence can be filled")
     if state is not None and state.length != len(ids):
         raise InputError(f"the window state is of {state.length} tokens, the past of {len(ids)}")
+    if state is not None and len(state.windows) != len(cache.rings):
+        drafts = [n - len(cache.windows) for n in (len(state.windows), len(cache.rings))]
+        raise InputError(f"the window state has {drafts[0]} windows of the draft, the cache "
+                         f"{drafts[1]}: make both with or both without them (draft)")
     for layer, store in cache.stores.items():
         pages = [block[layer] for block in blocks]
         last = state.partial[layer] if state is not None else None

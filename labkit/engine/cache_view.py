@@ -52,6 +52,10 @@ def parts_table(session: Session) -> str:
     rows.append((f"windows of {len(cache.windows)} layers",
                  f"{ring.codec.recipe} {ring.codec.form}", f"the last {ring.window} tokens",
                  f"{held['window']:,}", "0"))
+    if cache.draft_windows:
+        rows.append((f"windows of the draft's {len(cache.draft_windows)} stages",
+                     f"{ring.codec.recipe} {ring.codec.form}",
+                     f"features of the last {ring.window} tokens", f"{held['draft']:,}", "0"))
     rows.append(("compressor remainders", "fp32", f"{len(cache.tails)} layers",
                  f"{held['remainder']:,}", "0"))
     rows.append(("Engram look-back", "int64", f"{cache.look_back.rows.shape[1]} classes",

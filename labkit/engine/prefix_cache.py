@@ -60,6 +60,8 @@ class PrefixCache:
     disk          a folder for blocks that outlive the process, with its budget in bytes
     host_memory   bytes of the host; the window pool gets 10 % of it. None: this machine's
     replay        "bounded" or "exact", what a global-only hit reads again
+    form, page_tokens, draft  of the sessions, see `labkit.cache.Cache`; draft None: if the model
+                  has a draft. Its windows are kept and lost with all others
     clock, wall   tell the time to memory tiers (monotonic) and to the disk (since 1970)
     StoreError if the folder belongs to another model, is in use by another writer, or cannot be
     written; everything that goes wrong later costs a computation, not an answer.
@@ -70,6 +72,7 @@ class PrefixCache:
                  host_memory: int | None = None, lifetime: float = GLOBAL_LIFETIME,
                  window_lifetime: float = WINDOW_LIFETIME, form: str | None = None,
                  page_tokens: int | None = None, replay: str = "bounded",
+                 draft: bool | None = None,
                  clock: Callable[[], float] = time.monotonic,
                  wall: Callable[[], float] = time.time) -> None:
         replay_start(model.config, 0, replay)  # refuses an unknown kind now
@@ -77,9 +80,9 @@ class PrefixCache:
             import psutil
 
             host_memory = psutil.virtual_memory().total
-        template = model.new_cache(1, form, page_tokens)
+        template = model.new_cache(1, form, page_tokens, draft=draft)
         self.model, self.replay, self.form = model, replay, form
-        self.page_tokens = template.page_tokens
+        self.page_tokens, self.draft = template.page_tokens, bool(template.draft_windows)
         self.digest = model_digest(model, template)
         self._pages: RadixTree[str] = RadixTree()
         self._windows: RadixTree[str] = RadixTree()
@@ -114,7 +117,7 @@ class PrefixCache:
         wanted = as_ids(ids).flatten().tolist()
         if not wanted:
             raise InputError("the prompt is empty: give at least one token")
-        session = Session(self.model, self.form, self.page_tokens)
+        session = Session(self.model, self.form, self.page_tokens, draft=self.draft)
         blocks, tiers, known = self._known_blocks(wanted)
         state = self._known_state(wanted, len(blocks))
         start = replay_start(self.model.config, known, self.replay)
@@ -143,6 +146,9 @@ class PrefixCache:
             raise InputError(f"the session has {cache.form} pages of {cache.page_tokens} tokens, "
                              f"the prefix cache {self.tiers.template.form} ones of "
                              f"{self.page_tokens}: make both alike")
+        if bool(cache.draft_windows) != self.draft:
+            raise InputError("the draft's windows are in only one of the session and the prefix "
+                             f"cache: make both with draft={self.draft}, as the prefix cache is")
         P, marks, parent = self.page_tokens, {}, self.digest
         for number, block in enumerate(full_blocks(cache)):
             own = ids[number * P : (number + 1) * P]

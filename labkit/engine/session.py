@@ -142,6 +142,10 @@ class Session:
             raise InputError(f"the snapshot is {kept.dtype} on {kept.device} and the session "
                              f"{own.dtype} on {own.device}: restore it into a session of the "
                              "model that it is from")
+        if bool(kept.draft_windows) != bool(own.draft_windows):
+            has = bool(kept.draft_windows)
+            raise InputError(f"the snapshot is {'with' if has else 'without'} the draft's windows "
+                             f"and the session is not: make the session with draft={has}")
         self.cache = kept.fork()
 
     def nbytes(self) -> dict[str, int]:
