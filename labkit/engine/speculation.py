@@ -131,9 +131,8 @@ def verify(model: Transformer, cache: Cache, requests: Sequence[Request],
         ids[row, : 1 + n] = torch.tensor([request.anchor, *proposal.ids[:n]])
     cache.settle()
     start = cache.lengths
-    speculative = ids.shape[1] > 1
     try:
-        logits = model(ids.to(model.device), counts, cache=cache, keep=speculative).logits
+        logits = model(ids.to(model.device), counts, cache=cache, keep=True).logits
         logits = logits[..., :vocabulary]                                           # [R,T,V]
         emissions = [
             _judge(request, proposal, n, logits[row, : 1 + n])
@@ -141,11 +140,11 @@ def verify(model: Transformer, cache: Cache, requests: Sequence[Request],
             in enumerate(zip(requests, proposals, lengths, strict=True))
         ]
         stay = start + torch.tensor([len(e.ids) for e in emissions], device=start.device)
-        if speculative and not torch.equal(stay, cache.lengths):
+        if not torch.equal(stay, cache.lengths):
             cache.rewind(stay)
     except BaseException:
         cache.settle()
-        if speculative and not torch.equal(cache.lengths, start):
+        if not torch.equal(cache.lengths, start):
             cache.rewind(start)
         raise
     return emissions

@@ -101,6 +101,7 @@ class Transcript:
         with one_thread():                                              # V numbers: one is enough
             model = distribution(logits)
             drawn_from = distribution(logits, s.temperature, s.top_k, s.top_p)
+            candidates = self._likeliest(model, drawn_from)
             id_ = sample(drawn_from, self.generator) if decided is None else decided
         reason: StopReason | None = None
         piece = ""
@@ -115,7 +116,7 @@ class Transcript:
         if reason in ("eos", "length"):
             piece += self._rest()
         event = Event(len(self.ids), id_, piece, float(model[id_]), float(drawn_from[id_]),
-                      self._likeliest(model, drawn_from), reason)
+                      candidates, reason)
         self.ids.append(id_)
         self.text += piece
         self.stop_reason = reason
