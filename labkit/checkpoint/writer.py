@@ -84,6 +84,12 @@ def write_checkpoint(
 def _check_state(config: ModelConfig, state: Mapping[str, torch.Tensor]) -> list[str]:
     has_draft = any(name.startswith("mtp.") for name in state)
     wanted = {n: s for n, s in parameters(config) if has_draft or not n.startswith("mtp.")}
+    check_fit(wanted, state)
+    return list(wanted)
+
+
+def check_fit(wanted: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor]) -> None:
+    """CheckpointError unless state holds exactly these names and shapes, as finite floats."""
     missing = [n for n in wanted if n not in state]
     unexpected = [n for n in state if n not in wanted]
     if missing or unexpected:
@@ -102,7 +108,6 @@ def _check_state(config: ModelConfig, state: Mapping[str, torch.Tensor]) -> list
             )
         if not bool(torch.isfinite(state[name]).all()):
             raise CheckpointError(f"{name} holds NaN or infinity: nothing was saved")
-    return list(wanted)
 
 
 def _specs(
@@ -149,10 +154,10 @@ def _stage(
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if shards[1:] else SINGLE
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
-            tensors |= _stored(name, state[name], form, dtype)
+            tensors |= stored_form(name, state[name], form, dtype)
         save_file(tensors, staging / file, metadata=metadata)
-        _order_metadata(staging / file)
-        _flush(staging / file)
+        order_metadata(staging / file)
+        flush(staging / file)
         written.append(file)
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(t.numel() * t.element_size() for t in tensors.values())
@@ -166,7 +171,7 @@ def _stage(
     return [*written, "config.json"]
 
 
-def _order_metadata(file: Path) -> None:
+def order_metadata(file: Path) -> None:
     """Sort the header's metadata in place: safetensors writes several keys in random order."""
     with file.open("rb+") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -178,7 +183,7 @@ def _order_metadata(file: Path) -> None:
         stream.write(text.ljust(length))
 
 
-def _stored(
+def stored_form(
     name: str, value: torch.Tensor, form: Form, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     value = value.detach().cpu()
@@ -214,10 +219,10 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    _flush(path)
+    flush(path)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Have the bytes on disk before a rename makes them the checkpoint."""
     with path.open("rb+") as stream:
         os.fsync(stream.fileno())

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,13 +15,18 @@ import torch
 
 from labkit.checkpoint.writer import write_checkpoint
 from labkit.config import ModelConfig
+from labkit.engine.calibration import FILE as CALIBRATION
 from labkit.errors import CheckpointError, InputError
 from labkit.paths import data_dir
 from labkit.text.tokenizer import Tokenizer
+from labkit.train.batches import Batches
 from labkit.train.loop import Options, Trainer
+from labkit.train.run import TrainingRun
 from labkit.train.state import read_weights
 
 TRAINABLE = ("nano", "mini")
+# What lies beside a checkpoint because of its draft.
+DRAFT_FILES = (CALIBRATION, "draft_figures.json", "draft_log.jsonl", "draft_run.json")
 
 
 def preset_tokenizer(preset: str) -> tuple[ModelConfig, Tokenizer]:
@@ -35,35 +40,55 @@ def preset_tokenizer(preset: str) -> tuple[ModelConfig, Tokenizer]:
 def train_preset(run: Path, preset: str, fresh: bool, **options: Any) -> None:
     """Start or continue the run in folder `run`; log and state stay there."""
     config, tokenizer = preset_tokenizer(preset)
-    for name in ("steps", "batch", "length"):
-        if options[name] < 1:
-            raise InputError(f"{name} is {options[name]}: must be at least 1")
-    if options["length"] > config.max_position_embeddings:
-        raise InputError(f"length {options['length']} exceeds the context of {preset}, "
-                         f"{config.max_position_embeddings}")
+    check_sizes(config, options, ("steps", "batch", "length"))
     if fresh:
-        for name in ("state.safetensors", "state.safetensors.part", "log.jsonl"):
-            (run / name).unlink(missing_ok=True)
+        forget(run)
     trainer = Trainer(config, tokenizer, run, Options(**options))
-    if trainer.batches.steps_per_epoch < 1:
-        raise InputError(f"batch {options['batch']} is more than the {trainer.batches.pieces} "
-                         f"pieces of {options['length']} tokens that the corpus gives")
+    check_batches(trainer.batches)
     count = sum(p.numel() for p in trainer.model.parameters())
     print(f"{preset}: {count:,} parameters, {trainer.batches.steps_per_epoch} steps an epoch, "
           f"from step {trainer.step} to {trainer.options.steps}, in {run}", flush=True)
-    with _stopping_cleanly(trainer):
-        trainer.run()
-    if trainer.stopping:
-        print(f"stopped at step {trainer.step}: saved, the same command goes on from here")
-        raise KeyboardInterrupt
+    run_to_end(trainer)
     result = trainer.look()
     trainer.log({"step": trainer.step, "seconds": round(trainer.seconds, 1),
                  "heldout_bits_per_byte_all": round(result, 4)})
     print(f"held-out text: {result:.4f} bits per byte, rounded as shipped")
 
 
+def check_sizes(config: ModelConfig, options: Mapping[str, Any], names: Iterable[str]) -> None:
+    """InputError unless these options are 1 or more and a sequence fits the context."""
+    for name in names:
+        if options[name] < 1:
+            raise InputError(f"{name} is {options[name]}: must be at least 1")
+    if options["length"] > config.max_position_embeddings:
+        raise InputError(f"length {options['length']} exceeds the context of the model, "
+                         f"{config.max_position_embeddings}")
+
+
+def check_batches(batches: Batches) -> None:
+    """InputError if the corpus does not fill one batch."""
+    if batches.steps_per_epoch < 1:
+        raise InputError(f"batch {batches.batch} is more than the {batches.pieces} "
+                         f"pieces of {batches.length} tokens that the corpus gives")
+
+
+def forget(run: Path) -> None:
+    """Remove what a run has left in its folder, and nothing else."""
+    for name in ("state.safetensors", "state.safetensors.part", "log.jsonl"):
+        (run / name).unlink(missing_ok=True)
+
+
+def run_to_end(trainer: TrainingRun) -> None:
+    """Run; after Ctrl-C say where it stopped and pass the interrupt on."""
+    with _stopping_cleanly(trainer):
+        trainer.run()
+    if trainer.stopping:
+        print(f"stopped at step {trainer.step}: saved, the same command goes on from here")
+        raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
-def _stopping_cleanly(trainer: Trainer) -> Iterator[None]:
+def _stopping_cleanly(trainer: TrainingRun) -> Iterator[None]:
     """Inside, the first Ctrl-C (or SIGTERM) ends the run after its step, a second one at once.
 
     A run in the background often starts with Ctrl-C ignored; this hears it all the same.
@@ -82,11 +107,19 @@ def _stopping_cleanly(trainer: Trainer) -> Iterator[None]:
 
 
 def export_run(run: Path, out: Path, preset: str, form: str) -> list[Path]:
-    """Weights of a run, with config.json and tokenizer.json, in folder `out`."""
+    """Weights of a run, with config.json and tokenizer.json, in folder `out`.
+
+    A draft joins the checkpoint in `out` that it was trained for, in that one's form. A draft
+    that lies there already is lost when another backbone is written.
+    """
     if form not in ("released", "plain"):
         raise InputError(f"form is {form!r}: choose released or plain")
-    config, tokenizer = preset_tokenizer(preset)
     state, facts = read_weights(run)
+    if all(name.startswith("mtp.") for name in state):
+        from labkit.train.draft_command import export_draft
+
+        return export_draft(run, out, state, facts)
+    config, tokenizer = preset_tokenizer(preset)
     if not (run / "log.jsonl").is_file():
         raise CheckpointError(f"{run / 'log.jsonl'} is missing: the log of the run belongs to it")
     try:
@@ -94,6 +127,8 @@ def export_run(run: Path, out: Path, preset: str, form: str) -> list[Path]:
                                    engram_digest=tokenizer.digest())
     except CheckpointError as error:
         raise CheckpointError(f"the run in {run} is not one of preset {preset}: {error}") from error
+    for stale in DRAFT_FILES:
+        (out / stale).unlink(missing_ok=True)
     # How it was made travels with it: the log of the run, its options and length.
     shutil.copyfile(run / "log.jsonl", out / "log.jsonl")
     (out / "run.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -54,6 +54,7 @@ class DraftOptions:
     rounding_from: float = 0.8    # share of the steps after which weights are rounded as shipped
     kernels: str = "train"
     half: bool = True             # matrix products in bf16
+    balance: float = 5e-3         # step of the gates' biases towards equal load
     updates: int = 1              # updates for one pass of the target, each with other anchors
     target: str = ""              # digest of the target, filled in by the trainer
 
@@ -191,7 +192,7 @@ class DraftTrainer(TrainingRun):
             loss.total.backward()
         factor = schedule(self.step, o.steps, o.warmup)
         norm = self.update(factor, o.clip)
-        worst = balance_experts(self.model, taps)
+        worst = balance_experts(self.model, taps, o.balance)
         return {"step": self.step + 1, "loss": round(loss.total.item(), 4),
                 "cross_entropy": round(loss.cross_entropy.item(), 4),
                 "total_variation": round(loss.total_variation.item(), 4),
@@ -251,12 +252,13 @@ def acceptance(model: Transformer, tokenizer: Tokenizer, length: int, limit: int
     """
     n = model.config.dspark_block_size
     anchors = torch.arange(1, length - n + 1, every)
-    sums, count = torch.zeros(n), 0
-    for row in heldout_rows(tokenizer, length, limit):
-        reading = read(model, row[None])
-        found = draft_blocks(model, reading, anchors[None], n)
-        target = behind(reading.logits, anchors[None], n, 0)
-        sums += 1 - total_variation(found.logits.softmax(-1), target.softmax(-1)).sum(0) / len(
-            anchors)
-        count += 1
-    return (sums / count).tolist()
+    total, count = torch.zeros(n), 0
+    for rows in heldout_rows(tokenizer, length, limit).split(max(1, 2048 // length)):
+        places = anchors.expand(len(rows), -1)
+        reading = read(model, rows)
+        found = draft_blocks(model, reading, places, n)
+        target = behind(reading.logits, places, n, 0)
+        distance = total_variation(found.logits.softmax(-1), target.softmax(-1))    # [N,n]
+        total += (1 - distance).sum(0)
+        count += len(distance)
+    return (total / count).tolist()

@@ -28,7 +28,7 @@ class TrainingRun:
     def __init__(self, folder: Path, options: Any) -> None:
         """options: a dataclass with `steps` at least."""
         self.folder, self.options = folder, options
-        self.step, self.seconds = 0, 0.0
+        self.step, self.seconds, self.cpu_seconds = 0, 0.0, 0.0
         self.stopping = False
 
     def resume(self, trained: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -38,6 +38,7 @@ class TrainingRun:
         if facts is not None:
             self._check_options(facts["options"])
             self.step, self.seconds = facts["step"], facts["seconds"]
+            self.cpu_seconds = facts.get("cpu_seconds", 0.0)
 
     def _check_options(self, saved: dict[str, Any]) -> None:
         """A run goes on with the options that it began with; only its length may change."""
@@ -62,10 +63,11 @@ class TrainingRun:
         saved = time.monotonic()
         try:
             while self.step < self.options.steps and not self.stopping:
-                begun = time.monotonic()
+                begun, begun_cpu = time.monotonic(), time.process_time()
                 facts = self.one_step()
                 self.step += 1
                 self.seconds += time.monotonic() - begun
+                self.cpu_seconds += time.process_time() - begun_cpu
                 facts["seconds"] = round(self.seconds, 1)
                 looking = self.step % look_every == 0 or self.step == self.options.steps
                 if looking:
@@ -117,5 +119,6 @@ class TrainingRun:
     def save(self) -> None:
         save_run(self.folder, self.trained, self.optimizers, {
             "step": self.step, "seconds": round(self.seconds, 1),
+            "cpu_seconds": round(self.cpu_seconds, 1),  # without the time that others computed
             "threads": torch.get_num_threads(),
             "options": dataclasses.asdict(self.options)})

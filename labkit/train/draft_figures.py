@@ -1,0 +1,164 @@
+"""What is measured of a draft on held-out text, and the calibration that comes of it.
+
+Anchors lie every few tokens in the text. Behind each the draft proposes as in service, drawing
+its own tokens left to right, the target verifies them, and then the *text* goes on: every anchor
+has true text before it. The temperatures are fitted on one half of the rows (the even ones) and
+judged on the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from labkit.engine.calibration import Calibration, draft_digest
+from labkit.engine.sampling import Sampling
+from labkit.engine.speculation import Request, propose, verify
+from labkit.lab import Lab
+from labkit.model.transformer import Transformer
+from labkit.train.calibration import fit_temperatures, survival_errors
+from labkit.train.drafter import acceptance, heldout_rows
+
+SAMPLED, GREEDY = Sampling(temperature=1.0), Sampling(temperature=0.0)
+EVERY = 8           # tokens from one anchor to the next
+ROWS_AT_ONCE = 32   # rows of text that share the passes
+
+
+@dataclass(frozen=True)
+class Trials:
+    """N proposals of n slots and what became of them; tensors on the CPU.
+
+    confidence_logits  [N,n] as the head says them (temperature 1)
+    survived           [N,n] bool: the slot and all before it were accepted
+    rows               [N] row of the text that each comes from
+    """
+
+    confidence_logits: torch.Tensor
+    survived: torch.Tensor
+    rows: torch.Tensor
+
+    def of_rows(self, odd: bool) -> Trials:
+        """The half of the odd or of the even rows."""
+        kept = (self.rows % 2 == 1) == odd
+        return Trials(self.confidence_logits[kept], self.survived[kept], self.rows[kept])
+
+    @property
+    def accepted(self) -> float:
+        """Mean number of drafts that were accepted; the step emits one token more."""
+        return float(self.survived.sum(1).double().mean())
+
+
+@torch.no_grad()
+def try_drafts(model: Transformer, text: torch.Tensor, sampling: Sampling, *, every: int = EVERY,
+               seed: int = 0, vocabulary: int | None = None,
+               progress: Callable[[Sequence[int]], Iterable[int]] = iter) -> Trials:
+    """Propose and verify behind every `every`-th token of text [rows,T].
+
+    vocabulary: ids from there on are never drawn. progress wraps the positions of each group.
+    """
+    n = model.config.dspark_block_size
+    vocabulary = vocabulary or model.config.vocab_size
+    logits, survived, rows = [], [], []
+    for first in range(0, len(text), ROWS_AT_ONCE):
+        part = text[first : first + ROWS_AT_ONCE]
+        cache = model.new_cache(len(part), draft=True)
+        generators = [torch.Generator().manual_seed(seed * 1_000_003 + first + i)
+                      for i in range(len(part))]
+        done = 0                                              # tokens that the cache holds
+        for anchor in progress(range(every, part.shape[1] - n, every)):
+            model(part[:, done:anchor], cache=cache)
+            requests = [Request(int(a), sampling, g, n)
+                        for a, g in zip(part[:, anchor], generators, strict=True)]
+            proposals = propose(model, cache, requests, vocabulary)
+            emissions = verify(model, cache, requests, proposals, [n] * len(part), vocabulary)
+            done = anchor + 1                                 # keep the anchor: it is of the text
+            cache.rewind(torch.full((len(part),), done, device=model.device))
+            a = torch.tensor([p.survival for p in proposals], dtype=torch.float64)      # [R,n]
+            c = a / torch.cat([torch.ones(len(a), 1, dtype=a.dtype), a[:, :-1]], dim=1)
+            logits.append(torch.logit(c, eps=1e-7))
+            count = torch.tensor([e.accepted for e in emissions])
+            survived.append(torch.arange(n) < count[:, None])
+            rows.append(torch.arange(first, first + len(part)))
+    return Trials(torch.cat(logits), torch.cat(survived), torch.cat(rows))
+
+
+@dataclass(frozen=True)
+class DraftFigures:
+    """Of a draft on held-out text; lists are by slot.
+
+    acceptance     1 - total variation at temperature 1, the tokens before each slot from the text
+    sampled, greedy  share of proposals whose slot survived, drafts being the draft's own:
+                   at temperature 1, and at 0
+    sampled_length, greedy_length  mean number of accepted drafts; a step emits one token more
+    ece_*          expected calibration error of the survival products, on the rows that the
+                   temperatures were not fitted on: sampled, before and after; greedy, after
+    """
+
+    parameters: int
+    proposals: int
+    acceptance: tuple[float, ...]
+    sampled: tuple[float, ...]
+    sampled_length: float
+    greedy: tuple[float, ...]
+    greedy_length: float
+    temperatures: tuple[float, ...]
+    ece_before: tuple[float, ...]
+    ece_after: tuple[float, ...]
+    ece_greedy_before: tuple[float, ...]
+    ece_greedy_after: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure_draft(lab: Lab, length: int | None = None, limit: int | None = None,
+                  quiet: bool = False) -> tuple[DraftFigures, Calibration]:
+    """Every figure of a lab's draft, and its calibration, fitted on the way.
+
+    length: tokens of a row of text, by default 1,024 or what the context holds; limit: rows.
+    """
+    from tqdm import tqdm
+
+    model = lab.model
+    assert model.mtp is not None
+    length = length or min(1024, lab.config.max_position_embeddings - 1)
+    text = heldout_rows(lab.tokenizer, length, limit)
+
+    def trials(sampling: Sampling, title: str) -> Trials:
+        def bar(positions: Sequence[int]) -> Iterable[int]:
+            return tqdm(positions, desc=title, unit="step", disable=quiet, leave=False)
+
+        return try_drafts(model, text, sampling, vocabulary=lab.tokenizer.vocab_size, progress=bar)
+
+    sampled, greedy = trials(SAMPLED, "drafts, sampled"), trials(GREEDY, "drafts, greedy")
+    fitted, judged = sampled.of_rows(odd=False), sampled.of_rows(odd=True)
+    T = fit_temperatures(fitted.confidence_logits, fitted.survived).temperatures
+    other = greedy.of_rows(odd=True)
+
+    def errors(trials: Trials, temperatures: Sequence[float] | None) -> tuple[float, ...]:
+        found = survival_errors(trials.confidence_logits, trials.survived, temperatures)
+        return tuple(round(e, 5) for e in found)
+
+    def shares(trials: Trials) -> tuple[float, ...]:
+        return tuple(round(s, 4) for s in trials.survived.double().mean(0).tolist())
+
+    figures = DraftFigures(
+        parameters=sum(p.numel() for p in model.mtp.parameters()),
+        proposals=len(sampled.survived),
+        acceptance=tuple(round(a, 4) for a in acceptance(model, lab.tokenizer, length, limit)),
+        sampled=shares(sampled), sampled_length=round(sampled.accepted, 3),
+        greedy=shares(greedy), greedy_length=round(greedy.accepted, 3),
+        temperatures=tuple(round(t, 4) for t in T),
+        ece_before=errors(judged, None), ece_after=errors(judged, T),
+        ece_greedy_before=errors(other, None), ece_greedy_after=errors(other, T),
+    )
+    calibration = Calibration(
+        figures.temperatures, figures.ece_before, figures.ece_after,
+        {"text": "held-out text of the corpus: fitted on the even rows, errors of the odd ones",
+         "temperature": SAMPLED.temperature, "tokens_a_row": length, "rows": len(text),
+         "proposals_fitted": len(fitted.survived), "proposals_judged": len(judged.survived)},
+        draft_digest(model.mtp.last.confidence_head.proj.weight))
+    return figures, calibration
