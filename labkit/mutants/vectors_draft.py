@@ -69,23 +69,20 @@ def _behind(model: Transformer, cache: Cache, row: int = 0) -> str | None:
 
 def _guessed(model: Transformer, cache: Cache, ids: torch.Tensor, end: int,
              accepted: Sequence[int]) -> None:
-    """Read ids [B,T] up to `end` in passes of five, of which so many are right and stay."""
+    """Read ids [B,T] up to `end`, at last by passes of five of which so many are right and stay."""
+    model(ids[:, : end - sum(accepted)], cache=cache)
     for right in accepted:
         at = int(cache.lengths[0])
-        if at + right > end:
-            break
         guess = ids[:, at : at + 5].clone()
         guess[:, right:] = ids[:, : 5 - right].flip(1)
         model(guess, cache=cache, keep=True)
         cache.rewind(cache.lengths - 5 + right)
-    model(ids[:, int(cache.lengths[0]) : end], cache=cache)
 
 
 @vector("text_drafted_on", "the same blocks behind sessions in which most guesses were rejected")
 def text_drafted_on() -> str | None:
     case, model = golden.case("text"), golden.model("text")
-    for end, accepted in ((3, (1, 0, 1)), (9, (4, 0, 1, 3)), (22, (0, 5, 3, 2, 4, 0, 1)),
-                          (40, (5, 5, 4, 0, 3, 5, 1, 2))):
+    for end, accepted in ((3, (2, 0)), (9, (4, 3)), (22, (5, 2, 0)), (40, (0, 3, 1))):
         cache = model.new_cache(2, page_tokens=PAGE)
         with torch.no_grad():
             _guessed(model, cache, case.ids, end, accepted)
