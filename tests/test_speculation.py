@@ -1,11 +1,11 @@
 """Speculative decoding on small models: lossless, undone without a trace, whatever ends it."""
 
-import functools
 import itertools
 
 import pytest
 import torch
 from chance import chi_square
+from draft_helpers import GREEDY, PLAIN, Letters, V, echo, generator, model
 from hypothesis import given
 from hypothesis import strategies as st
 from reuse_helpers import same_state, text
@@ -20,19 +20,7 @@ from labkit.engine.speculation import Proposal, Request, propose, verify
 from labkit.engine.speculator import Speculator
 from labkit.errors import InputError
 from labkit.mutants.enumeration import law
-from labkit.mutants.models import DRAFT, random_model, small_config
-
-GREEDY, PLAIN = Sampling(temperature=0), Sampling()
-V = 64
-
-
-@functools.cache
-def model(**changes):
-    return random_model(small_config(**{**DRAFT, **changes}))
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+from labkit.mutants.models import random_model, small_config
 
 
 def session_of(ids, target=None, **options):
@@ -234,25 +222,6 @@ def test_drawn_tokens_follow_the_law_of_plain_sampling(sampling):
 # ---- generation --------------------------------------------------------------------------------
 
 
-class Letters:
-    """As much of a tokenizer as a generation needs: id -> a character."""
-
-    vocab_size = V
-
-    class Stream:
-        def push(self, id_):
-            return chr(0x4E00 + id_)
-
-        def finish(self):
-            return ""
-
-    def stream(self):
-        return self.Stream()
-
-    def decode_each(self, ids):
-        return [chr(0x4E00 + i) for i in ids]
-
-
 def generation(ids, count, speculator=None, sampling=GREEDY, seed=0, stop=None, target=None,
                **options):
     session = Session(target or model(), page_tokens=4)
@@ -262,28 +231,6 @@ def generation(ids, count, speculator=None, sampling=GREEDY, seed=0, stop=None, 
 
 def speculator(slots=None, policy=None, target=None, **options):
     return Speculator(target or model(), slots, policy, **options)
-
-
-@functools.cache
-def echo():
-    """A target whose draft is often right: both lean to one certain id after each id."""
-    target = random_model(small_config(**DRAFT), seed=1)
-    made = generator(5)
-    basis = torch.randn(V, 4, generator=made, dtype=torch.float64)
-    basis = basis / basis.norm(dim=1, keepdim=True)
-    after = torch.randperm(V, generator=made)
-    after[after == 1], after[1] = after[1].clone(), 1       # no way leads to the end
-    with torch.no_grad():
-        for name, p in target.named_parameters():
-            if name.endswith(("wo_b.weight", "w2.weight", "engram.wkv.weight")):
-                p.mul_(0.3)
-        target.embed.weight.mul_(0.1)
-        target.embed.weight[:, :4] = 4 * basis          # what was read shows in four channels
-        target.head.weight.mul_(0.1)
-        target.head.weight[after, :4] = 8 * basis       # and asks for the id after it
-        target.mtp.last.markov_head.embed.weight.copy_(8 * basis)
-        target.mtp.last.markov_head.head.weight[after] = 8 * basis
-    return target
 
 
 @pytest.mark.parametrize("slots", (0, 1, 2, 3, 5, 16))

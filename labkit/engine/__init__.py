@@ -1,11 +1,12 @@
-"""From logits to text: sampling, one sequence's session, generation token by token."""
+"""From logits to text: sampling, sessions, generation token by token, many requests at once."""
 
+from labkit.engine.batching import Batch, Job
 from labkit.engine.generate import Generation, Result, Stats
 from labkit.engine.sampling import distribution, sample
 from labkit.engine.session import Session, Snapshot
 from labkit.engine.transcript import Candidate, Event
 
 __all__ = [
-    "Candidate", "Event", "Generation", "Result", "Session", "Snapshot", "Stats", "distribution",
-    "sample",
+    "Batch", "Candidate", "Event", "Generation", "Job", "Result", "Session", "Snapshot", "Stats",
+    "distribution", "sample",
 ]
