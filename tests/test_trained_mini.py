@@ -12,6 +12,7 @@ import labkit
 from labkit.paths import data_dir
 from labkit.text.corpus import load_corpus
 from labkit.text.stats import gzip_bits_per_byte, longest_copied_run, share_of_known_words
+from labkit.train.draft_record import read_draft_record
 from labkit.train.evaluate import bits_per_byte
 from labkit.train.figures import Figures, Sample, attention_recall, muted_engram
 from labkit.train.record import read_log, training_record
@@ -83,7 +84,7 @@ def test_the_record_is_what_the_measurements_give(lab, figures):
     wanted = training_record(
         lab.config, read_log(MINI / "log.jsonl"),
         json.loads((MINI / "run.json").read_text(encoding="utf-8")), figures,
-        (MINI / "model.safetensors").stat().st_size)
+        (MINI / "model.safetensors").stat().st_size, read_draft_record(MINI))
     assert (MINI / "TRAINING.md").read_text(encoding="utf-8") == wanted
 
 

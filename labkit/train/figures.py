@@ -38,7 +38,7 @@ class Figures:
     """Bits per byte are of the whole held-out text, in windows of 1,024 tokens that overlap by
     half: behind the start of a text, a token is seen with at least 511 before it."""
 
-    parameters: int
+    parameters: int      # without a draft, which has figures of its own
     bits_per_byte: float
     bits_per_byte_unrounded_cache: float
     bits_per_byte_engram_muted: float
@@ -83,7 +83,8 @@ def measure(lab: Lab, *, limit: int | None = None, quiet: bool = False) -> Figur
     tokens = sum(len(lab.tokenizer.encode(text)) for text in held_out)
     size = sum(len(text.encode("utf-8")) for text in held_out)
     return Figures(
-        parameters=sum(p.numel() for p in lab.model.parameters()),
+        parameters=sum(p.numel() for n, p in lab.model.named_parameters()
+                       if not n.startswith("mtp.")),
         bits_per_byte=rounded, bits_per_byte_unrounded_cache=exact,
         bits_per_byte_engram_muted=muted,
         bits_per_byte_equal_odds=math.log2(lab.config.vocab_size) * tokens / size,

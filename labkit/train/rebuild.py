@@ -13,12 +13,15 @@ from labkit.errors import CheckpointError, LabError
 from labkit.lab import load
 from labkit.paths import data_dir
 from labkit.text.train_tokenizer import train_mini_tokenizer
+from labkit.train.draft_command import measure_there
+from labkit.train.draft_record import read_draft_record
 from labkit.train.figures import figures_text, measure
 from labkit.train.record import read_log, training_record
 
 
 def rebuild(say: Callable[[str], None] = print) -> None:
-    """Check the vocabulary, measure the model, write its record, build notebooks and pictures."""
+    """Check the vocabulary, measure the model and its draft, write the record, build notebooks
+    and pictures."""
     mini = data_dir() / "mini"
     root = data_dir().parent
     tools = [root / "tools" / name for name in ("build_notebooks.py", "take_pictures.py")]
@@ -26,21 +29,25 @@ def rebuild(say: Callable[[str], None] = print) -> None:
         if not path.is_file():  # told before minutes of measuring, not after
             raise LabError(f"{path} is missing: rebuild works in a clone of the repository, on "
                            "what labkit export wrote")
-    say("1/4 vocabulary: training it again must give data/mini/tokenizer.json")
+    say("1/5 vocabulary: training it again must give data/mini/tokenizer.json")
     if trained_vocabulary() != (mini / "tokenizer.json").read_text(encoding="utf-8"):
         raise CheckpointError(f"{mini / 'tokenizer.json'} is not what the corpus gives: restore "
                               "it, or train the model again with the new one")
-    say("2/4 figures: data/mini/figures.json")
+    say("2/5 figures: data/mini/figures.json")
     lab = load("mini")
     figures = measure(lab)
     write(mini / "figures.json", json.dumps(figures.to_dict(), indent=1, ensure_ascii=False) + "\n")
     say(figures_text(figures))
-    say("3/4 record: data/mini/TRAINING.md")
+    say("3/5 draft: data/mini/draft_figures.json, draft_calibration.json")
+    if lab.has_draft:
+        measure_there(mini)
+    say("4/5 record: data/mini/TRAINING.md")
     log = read_log(mini / "log.jsonl")
     facts = json.loads((mini / "run.json").read_text(encoding="utf-8"))
     size = (mini / "model.safetensors").stat().st_size
-    write(mini / "TRAINING.md", training_record(lab.config, log, facts, figures, size))
-    say("4/4 notebooks and pictures")
+    write(mini / "TRAINING.md", training_record(lab.config, log, facts, figures, size,
+                                              read_draft_record(mini)))
+    say("5/5 notebooks and pictures")
     for path in tools:
         if subprocess.run([sys.executable, str(path)], cwd=root).returncode:
             raise LabError(f"{path.name} failed (see above): mend it and run labkit rebuild again")

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from labkit.config import ModelConfig
+from labkit.train.draft_record import DraftRecord, draft_section
 from labkit.train.figures import SAMPLE_TOKENS, TEMPERATURES, Figures
 
 
 def training_record(config: ModelConfig, log: list[dict[str, Any]], facts: dict[str, Any],
-                    figures: Figures, size: int) -> str:
-    """The record as Markdown. log: lines of the run; facts: its options; size: bytes shipped."""
+                    figures: Figures, size: int, draft: DraftRecord | None = None) -> str:
+    """The record as Markdown. log: lines of the run; facts: its options; size: bytes shipped,
+    with the draft."""
     options = facts["options"]
     tokens = options["batch"] * options["length"]
     kinds = " ".join(f"{r.layer}:{r.kind}" + (f"/{r.ratio}" if r.ratio else "")
@@ -40,7 +42,8 @@ def training_record(config: ModelConfig, log: list[dict[str, Any]], facts: dict[
         "- Seed: " + str(options["seed"]) + ". The same seed, code and machine repeat the run; "
         "another processor rounds differently and gives another, equally good model.",
         "- Options: `" + json.dumps(options) + "`.",
-        f"- Shipped in the released quantised layout, {size:,} bytes.",
+        f"- Shipped in the released quantised layout, {size:,} bytes"
+        + (", the draft included." if draft else "."),
         "",
         "## What it reached",
         "",
@@ -74,6 +77,7 @@ def training_record(config: ModelConfig, log: list[dict[str, Any]], facts: dict[
         "|---|---|---|---|---|---|",
         *_curve(log),
         "",
+        *(draft_section(config, draft) if draft else []),
         "## Samples",
         "",
     ]
