@@ -31,6 +31,7 @@ from labkit.train.batches import Batches
 from labkit.train.command import DRAFT_FILES, export_run
 from labkit.train.draft_command import train_draft
 from labkit.train.draft_figures import measure_draft, try_drafts
+from labkit.train.draft_record import draft_section, read_draft_record
 from labkit.train.drafter import (
     DraftOptions,
     DraftTrainer,
@@ -408,6 +409,17 @@ def test_train_export_load(folder, tmp_path, capsys, monkeypatch):
     assert found is not None and found.fitted_on["proposals_fitted"] > 0
     figures = json.loads((folder / "draft_figures.json").read_text())
     assert figures["temperatures"] == list(found.temperatures)
+    record = read_draft_record(folder)
+    assert record is not None and record.figures.to_dict() == {
+        k: tuple(v) if isinstance(v, list) else v for k, v in figures.items()}
+    section = "\n".join(draft_section(lab.config, record))
+    for said in (f"{figures['parameters']:,} parameters", "3 stages", "--steps 2", "--length 48",
+                 f"{figures['proposals']:,} proposals", f"{figures['greedy_length']:.2f} greedily",
+                 "2 updates, 32 blocks"):
+        assert said in section, said
+    (folder / "draft_log.jsonl").rename(folder / "elsewhere")
+    assert read_draft_record(folder) is None
+    (folder / "elsewhere").rename(folder / "draft_log.jsonl")
     assert lab.generate("It is", 6, temperature=0, speculative=True).ids == lab.generate(
         "It is", 6, temperature=0).ids
     # A draft of another model is refused, and nothing of it is written.
