@@ -20,6 +20,7 @@ import torch
 import labkit
 from labkit.engine.batching import Batch, Counts, profile_steps
 from labkit.engine.calibration import calibrated
+from labkit.engine.drafting import checked_slots
 from labkit.engine.sampling import Sampling
 from labkit.engine.scheduling import (
     DelayedBudget,
@@ -87,6 +88,7 @@ def main() -> None:
         options.repeats, options.requests = 2, [1, 4]
     torch.set_num_threads(options.threads)
     lab = labkit.load(options.model)
+    checked_slots(options.slots, lab.config.dspark_block_size)
     if not lab.has_draft:
         raise SystemExit(f"{options.model} has no draft (mtp.*): there is nothing to measure")
     options.slots = options.slots or lab.config.dspark_block_size

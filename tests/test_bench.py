@@ -40,8 +40,9 @@ def test_bytes_a_token_of_flash_are_those_of_the_design(output):
     rows = {line.split()[0]: line.split()[1:] for line in lines[2:]}
     assert rows["packed"][:6] == ["890.0", "720.0", "170.0", "534.0", "356.0", "67,584"]
     assert rows["fp8"][0] == "1650.0" and rows["bf16"][0] == "3200.0"
+    assert rows["packed"][6] == f"{3 * 67584:,}"         # the draft's windows, three stages
     # The next pair of tokens opens a page in every store: a page less what it holds.
-    assert rows["packed"][6] == f"{890 * (128 - 2):,}"
+    assert rows["packed"][7] == f"{890 * (128 - 2):,}"
     mini = {line.split()[0]: line.split()[1] for line in section(output, "shapes of mini")[2:]}
     assert mini["packed"] == "105.0"
 
@@ -75,11 +76,11 @@ def test_without_a_name_it_lists_every_benchmark():
     assert result.exit_code == 0
     listed = {line.split()[0]: line.split("  ", 1)[1].strip() for line in
               result.stdout.splitlines()}
-    assert set(listed) == set(paths.benchmarks()) >= {"cache", "kernels", "prefill"}
+    assert set(listed) == set(paths.benchmarks()) >= {"cache", "dspark", "kernels", "prefill"}
     assert listed["prefill"] == "Full against CED prefill, side by side in one run."
 
 
-@pytest.mark.parametrize("name", ["cache", "prefill"])
+@pytest.mark.parametrize("name", ["cache", "dspark", "prefill"])
 def test_help_of_a_benchmark_is_its_own(name):
     result = bench(name, "--help")
     assert result.exit_code == 0
