@@ -6,11 +6,20 @@ compared here is what the draft says from it.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-
 import pytest
 import torch
+from draft_state_helpers import (
+    close_drafts,
+    drafted,
+    drafting,
+    each,
+    features,
+    off,
+    rounding,
+    same_drafts,
+    speculate,
+    variation,
+)
 from reuse_helpers import Interrupt, cut_short, must_be_close, read_on, same_state, session_of, text
 from test_ced_prefill import tail_of_a_full_pass
 from test_replay import replayed_another_way
@@ -18,26 +27,12 @@ from test_replay import replayed_another_way
 from labkit.cache.blocks import fill, full_blocks, window_state
 from labkit.engine.prefix_cache import PrefixCache
 from labkit.engine.replay import reach, replay_start
-from labkit.engine.sampling import Sampling
 from labkit.engine.session import Session
-from labkit.engine.speculation import Request, propose, verify
 from labkit.errors import InputError
 from labkit.model.transformer import Transformer
-from labkit.mutants.models import DRAFT, random_model, small_config
 from labkit.mutants.rules import FP64, close
 
-PAGE, ANCHOR = 4, 9
-
-
-@functools.cache
-def drafting(window=4, seed=0):
-    """The small model with a draft of two stages; W = 4, seven layers reach back 22 tokens."""
-    return random_model(small_config(sliding_window=window, **DRAFT), seed)
-
-
-@functools.cache
-def rounding():
-    return random_model(small_config(**DRAFT), dtype=torch.float32, cache_rounding=True)
+PAGE = 4
 
 
 class Clock:
@@ -47,65 +42,11 @@ class Clock:
         return self.now
 
 
-@torch.no_grad()
-def drafted(session, slots=3):
-    """What the draft says behind a session, before any token is drawn."""
-    cache = session.cache
-    cache.settle()
-    windows = [ring.read(cache.lengths) for ring in cache.draft_windows]
-    return session.model.draft(torch.tensor([ANCHOR]), cache.lengths, windows, slots)
-
-
-def features(session):
-    """How many features each stage's window knows."""
-    cache = session.cache
-    return [int(ring.read(cache.lengths)[1]) for ring in cache.draft_windows]
-
-
-def each(a, b):
-    return [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a)]
-
-
-def same_drafts(one, two):
-    for name, a, b in each(drafted(one), drafted(two)):
-        assert torch.equal(a, b), name
-
-
-def close_drafts(one, two):
-    for name, a, b in each(drafted(one), drafted(two)):
-        must_be_close(name, a, b)
-
-
-def off(one, two):
-    """Largest difference of the base logits, of their span."""
-    a, b = (drafted(s).base_logits for s in (one, two))
-    return float((a - b).abs().max() / a.abs().max())
-
-
-def variation(one, two):
-    """Mean total variation between what two sessions' slots would be drawn from."""
-    p, q = (drafted(s).base_logits.softmax(-1) for s in (one, two))
-    return float((p - q).abs().sum(-1).mean() / 2)
-
-
 def kept(cache, ids):
     session = Session(cache.model, cache.form, cache.page_tokens, draft=cache.draft)
     session.prefill(ids)
     cache.keep(session)
     return session
-
-
-def speculate(session, steps=4, seed=1):
-    """A few steps of speculation in a session; the emitted ids."""
-    model, cache = session.model, session.cache
-    request = Request(ANCHOR, Sampling(1.0), torch.Generator().manual_seed(seed), 3)
-    ids = []
-    for _ in range(steps):
-        proposals = propose(model, cache, [request], model.config.vocab_size)
-        emission, = verify(model, cache, [request], proposals, [3], model.config.vocab_size)
-        ids += emission.ids
-        request = dataclasses.replace(request, anchor=ids[-1])
-    return ids
 
 
 # ---------------------------------------------------------------------------- full hits
@@ -114,7 +55,7 @@ def speculate(session, steps=4, seed=1):
 def test_a_full_hit_restores_the_draft_s_windows_bit_for_bit(form, length):
     """In float64 without rounding (plain) and in all forms of the store."""
     model = drafting() if form == "plain" else rounding()
-    ids, new = text(model, length), text(model, 7, seed=2)
+    ids, new = text(model, length), text(model, 2, seed=2)         # less than a window
     cache = PrefixCache(model, page_tokens=PAGE, form=form)
     kept(cache, ids)
     cold = Session(model, form, PAGE)
@@ -313,6 +254,31 @@ def test_a_chunked_cut_prefill_leaves_the_same_draft(halo, cut):
             parts.prefill(ids[before:], mode="ced", halo=halo, cut=cut, chunk=chunk)
             same_state(whole.cache, parts.cache)
             close_drafts(whole, parts)
+
+
+@pytest.mark.parametrize("cut", ["inside", "after"])
+def test_a_prefill_that_stops_before_its_last_part_leaves_no_features(cut):
+    """Ctrl-C between two parts of a cut prefill: the decoder has seen none of the first."""
+    model = drafting()
+    session = session_of(model, text(model, 13))
+    assert features(session) == [4, 4]
+    parts = []
+
+    def once(*args):
+        parts.append(args)
+        if len(parts) == 2:
+            raise KeyboardInterrupt
+
+    handle = model.register_forward_pre_hook(once)
+    try:
+        cut_short(lambda: session.prefill(text(model, 20, 1), mode="ced", cut=cut, chunk=6))
+    finally:
+        handle.remove()
+    assert session.length == 19 and features(session) == [0, 0]
+    for n, known in ((1, 1), (2, 3), (1, 4), (5, 4)):
+        session.prefill(text(model, n, seed=n))
+        assert features(session) == [known, known]
+    assert torch.isfinite(drafted(session).base_logits).all()
 
 
 # ---------------------------------------------------------------------------- interrupts
