@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from labkit.cache.recent import take_rows
 from labkit.numerics.precision import wide
 
 MINUS_INF = float("-inf")
@@ -63,8 +64,7 @@ def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     B, T, K = index.shape
     if rows.shape[1] == 0:  # nothing is compressed yet: every index is a masked -1
         return rows.new_zeros(B, T, K, rows.shape[2])
-    flat = index.reshape(B, T * K, 1).expand(-1, -1, rows.shape[2])
-    return rows.gather(1, flat).unflatten(1, (T, K))
+    return take_rows(rows, index.flatten(1)).unflatten(1, (T, K))
 
 
 def index_scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
