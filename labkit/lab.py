@@ -15,6 +15,7 @@ from labkit.checkpoint.files import find_tensors, stored_engram_digest
 from labkit.checkpoint.reader import read_state
 from labkit.checkpoint.weights import target_dtype
 from labkit.config import PRESETS, ModelConfig
+from labkit.engine.batching import Batch
 from labkit.engine.calibration import Calibration, load_calibration
 from labkit.engine.drafting import draft_at
 from labkit.engine.generate import Generation, Result
@@ -168,6 +169,23 @@ class Lab:
     def prefix_cache(self, **options: Any) -> PrefixCache:
         """A `labkit.engine.prefix_cache.PrefixCache` of this model, with its options."""
         return PrefixCache(self.model, **options)
+
+    def batch(self, policy: Policy | None = None, slots: int | None = None,
+              **options: Any) -> Batch:
+        """Requests that are decoded together, a `labkit.engine.batching.Batch` of this model.
+
+            batch = lab.batch(Fixed(5))
+            jobs = [batch.add(lab.encode(text), 40, Sampling(temperature=0)) for text in texts]
+            for job, event in batch.run():
+                ...
+
+        policy   how many drafts of each request are verified in a step, one of
+                 `labkit.engine.scheduling`; None: no drafts
+        slots    drafted in a step at most; None: as many as the draft was trained for
+        options  of the `Batch`, such as limit=64 requests at once
+        """
+        temperatures = self.calibration.temperatures if self.calibration else None
+        return Batch(self.model, self.tokenizer, policy, slots, temperatures, **options)
 
     def stream(
         self, prompt: str | Sequence[int] | torch.Tensor, max_new_tokens: int = 100, *,

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reuse_helpers import same_state, text
 
+import labkit
 from labkit.engine.batching import Batch, Counts, measure_steps, profile_steps, spread
 from labkit.engine.generate import Generation
 from labkit.engine.sampling import Sampling
@@ -394,3 +395,17 @@ def test_a_profile_that_cannot_be_measured_is_refused():
         profile_steps(model(), Letters(), [[1]], ())
     with pytest.raises(InputError, match="repeats is 0"):
         profile_steps(model(), Letters(), [[1]], (1,), repeats=0)
+
+
+def test_a_lab_has_batches():
+    with pytest.warns(UserWarning, match="random weights"):
+        lab = labkit.load("nano", dtype=torch.float64, cache_rounding=False)
+    batch = lab.batch(Fixed(3), limit=2)
+    texts = ("It is a truth", "universally", "acknowledged that")
+    jobs = [batch.add(lab.encode(text), 12, GREEDY) for text in texts]
+    pieces = {id(job): "" for job in jobs}
+    for job, event in batch.run():
+        pieces[id(job)] += event.text
+    for text, job in zip(texts, jobs, strict=True):
+        alone = lab.generate(text, 12, temperature=0)
+        assert tuple(job.ids) == alone.ids and pieces[id(job)] == job.text == alone.text
