@@ -300,7 +300,7 @@ def train_draft(
     run: Annotated[Path, typer.Option(help="Folder of the run: its state and its log.")] = Path(
         "runs/draft"),
     model: Annotated[str, typer.Option(help="mini or a checkpoint folder: the target.")] = "mini",
-    steps: Annotated[int, typer.Option(help="Length of the whole run.")] = 1500,
+    steps: Annotated[int, typer.Option(help="Length of the whole run.")] = 1600,
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 2,
     length: Annotated[int, typer.Option(help="Tokens a sequence.")] = 1024,
     anchors: Annotated[int, typer.Option(help="Blocks drafted in each sequence.")] = 192,

@@ -16,7 +16,8 @@ from labkit.checkpoint.reader import read_state
 from labkit.checkpoint.weights import target_dtype
 from labkit.config import PRESETS, ModelConfig
 from labkit.engine.batching import Batch
-from labkit.engine.calibration import Calibration, load_calibration
+from labkit.engine.calibration import FILE as CALIBRATION
+from labkit.engine.calibration import Calibration, load_calibration, target_digest
 from labkit.engine.drafting import draft_at
 from labkit.engine.generate import Generation, Result
 from labkit.engine.prefix_cache import PrefixCache
@@ -77,8 +78,11 @@ def load(
     model.requires_grad_(False)
     lab = Lab(model.eval(), tokenizer, str(source))
     if str(source) != "nano" and model.mtp is not None:
+        # fp16 cannot hold the values that the digest is of.
+        known = dtype != torch.float16 and (folder / CALIBRATION).exists()
         lab.calibration = load_calibration(folder, config.dspark_block_size,
-                                           model.mtp.last.confidence_head.proj.weight)
+                                           model.mtp.last.confidence_head.proj.weight,
+                                           target_digest(model) if known else None)
     return lab
 
 

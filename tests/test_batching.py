@@ -402,10 +402,10 @@ def test_a_lab_has_batches():
         lab = labkit.load("nano", dtype=torch.float64, cache_rounding=False)
     batch = lab.batch(Fixed(3), limit=2)
     texts = ("It is a truth", "universally", "acknowledged that")
-    jobs = [batch.add(lab.encode(text), 12, GREEDY) for text in texts]
+    jobs = [batch.add(lab.encode(prompt), 12, GREEDY) for prompt in texts]
     pieces = {id(job): "" for job in jobs}
     for job, event in batch.run():
         pieces[id(job)] += event.text
-    for text, job in zip(texts, jobs, strict=True):
-        alone = lab.generate(text, 12, temperature=0)
+    for prompt, job in zip(texts, jobs, strict=True):
+        alone = lab.generate(prompt, 12, temperature=0)
         assert tuple(job.ids) == alone.ids and pieces[id(job)] == job.text == alone.text

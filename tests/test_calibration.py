@@ -184,7 +184,7 @@ WEIGHT = torch.linspace(-1, 1, 12)[None]
 
 def calibration(slots: int = 2) -> Calibration:
     return Calibration((1.5,) * slots, (0.2,) * slots, (0.1,) * slots,
-                       {"text": "held out", "drafts": 10}, draft_digest(WEIGHT))
+                       {"text": "held out", "drafts": 10}, draft_digest(WEIGHT), "a target")
 
 
 def test_the_file_gives_back_what_was_saved(tmp_path):
@@ -206,6 +206,9 @@ def test_a_file_of_another_draft_is_refused(tmp_path):
         load_calibration(tmp_path, 5)
     with pytest.raises(CheckpointError, match="another draft"):
         load_calibration(tmp_path, 2, WEIGHT + 0.5)
+    with pytest.raises(CheckpointError, match="trained for another model"):
+        load_calibration(tmp_path, 2, WEIGHT, "another target")
+    assert load_calibration(tmp_path, 2, WEIGHT, "a target") == calibration()
 
 
 @pytest.mark.parametrize(("change", "word"), [
@@ -218,7 +221,7 @@ def test_a_file_of_another_draft_is_refused(tmp_path):
     (lambda raw: raw.update(temperatures=[True, 1.0]), "list of numbers"),
     (lambda raw: raw.update(ece_after=[0.1]), "ece_after must be 2 numbers"),
     (lambda raw: raw.update(ece_before=[0.1, 2.0]), "ece_before must be 2 numbers"),
-    (lambda raw: raw.update(draft=None), "draft a string"),
+    (lambda raw: raw.update(draft=None), "draft and target strings"),
 ])
 def test_a_malformed_file_says_what_is_wrong(tmp_path, change, word):
     raw = calibration().to_dict()

@@ -19,7 +19,7 @@ from safetensors import safe_open
 import labkit
 from labkit.checkpoint.draft import write_draft
 from labkit.checkpoint.writer import write_checkpoint
-from labkit.engine.calibration import FILE, load_calibration
+from labkit.engine.calibration import FILE, load_calibration, target_digest
 from labkit.engine.sampling import Sampling
 from labkit.errors import CheckpointError, InputError
 from labkit.model.init import init_weights
@@ -37,7 +37,6 @@ from labkit.train.drafter import (
     DraftTrainer,
     acceptance,
     behind,
-    digest,
     draft_blocks,
     heldout_rows,
     read,
@@ -225,7 +224,7 @@ def test_only_the_draft_moves(lab, tmp_path):
     assert {n for n in before if n.startswith("mtp.")} - moved <= {
         n for n in before if n.endswith("bias_vl")}  # no images here
     assert all(n.startswith("mtp.") for n in moved)
-    assert digest(trainer.model) == digest(lab.model) == trainer.options.target
+    assert target_digest(trainer.model) == target_digest(lab.model) == trainer.options.target
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(lab, tmp_path):
@@ -425,7 +424,7 @@ def test_train_export_load(folder, tmp_path, capsys, monkeypatch):
     # A draft of another model is refused, and nothing of it is written.
     log = (folder / "draft_log.jsonl").read_bytes()
     _, facts = read_weights(run)
-    assert facts["options"]["target"] == digest(lab.model)
+    assert facts["options"]["target"] == target_digest(lab.model)
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     state = {n: p for n, p in nano().model.state_dict().items() if not n.startswith("mtp.")}
@@ -434,6 +433,9 @@ def test_train_export_load(folder, tmp_path, capsys, monkeypatch):
                      engram_digest=lab.tokenizer.digest())
     with pytest.raises(CheckpointError, match="another model"):
         export_run(run, other, "nano", "released")
+    write_draft(other, read_weights(run)[0])        # put there by hand, it is not loaded either
+    with pytest.raises(CheckpointError, match="trained for another model.*train-draft"):
+        labkit.load(other)
     assert (other / "draft_log.jsonl").read_bytes() == log
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from labkit.errors import CheckpointError, InputError
 
@@ -58,6 +59,7 @@ class Calibration:
                   `fitted_on` says so
     fitted_on     what the temperatures were fitted on, in words and numbers
     draft         `draft_digest` of the confidence head that they belong to
+    target        `target_digest` of the model that the draft was trained for
     """
 
     temperatures: tuple[float, ...]
@@ -65,11 +67,12 @@ class Calibration:
     ece_after: tuple[float, ...]
     fitted_on: Mapping[str, Any]
     draft: str
+    target: str
 
     def to_dict(self) -> dict[str, Any]:
         return {"temperatures": list(self.temperatures), "ece_before": list(self.ece_before),
                 "ece_after": list(self.ece_after), "fitted_on": dict(self.fitted_on),
-                "draft": self.draft}
+                "draft": self.draft, "target": self.target}
 
 
 def draft_digest(confidence_weight: torch.Tensor) -> str:
@@ -79,6 +82,18 @@ def draft_digest(confidence_weight: torch.Tensor) -> str:
     """
     values = confidence_weight.detach().cpu().to(torch.bfloat16).contiguous()
     return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def target_digest(model: nn.Module) -> str:
+    """SHA-256 of all weights but the draft's, as fp32, shortened.
+
+    A draft fits the weights that it saw only, and its tensors alone do not tell which these were.
+    """
+    found = hashlib.sha256()
+    for name, p in model.named_parameters():
+        if not name.startswith("mtp."):
+            found.update(p.detach().cpu().float().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def save_calibration(folder: str | Path, calibration: Calibration) -> Path:
@@ -92,12 +107,14 @@ def save_calibration(folder: str | Path, calibration: Calibration) -> Path:
 
 
 def load_calibration(folder: str | Path, slots: int,
-                     confidence_weight: torch.Tensor | None = None) -> Calibration | None:
+                     confidence_weight: torch.Tensor | None = None,
+                     target: str | None = None) -> Calibration | None:
     """The calibration beside a checkpoint; None where the folder has none (all T = 1).
 
     slots              of the draft, config field dspark_block_size
     confidence_weight  of the draft that is loaded: refuse temperatures of another one
-    CheckpointError for a file that is malformed, of other slots, or of another draft.
+    target             `target_digest` of the model: refuse the draft of another model
+    CheckpointError for a file that is malformed, of other slots, of another draft or model.
     """
     path = Path(folder) / FILE
     if not path.exists():
@@ -115,6 +132,10 @@ def load_calibration(folder: str | Path, slots: int,
     if confidence_weight is not None and found.draft != draft_digest(confidence_weight):
         raise CheckpointError(f"{path} was fitted on another draft than the one beside it: delete "
                               "it, or write it anew with labkit train-draft")
+    if target is not None and found.target != target:
+        raise CheckpointError(f"the draft (mtp.*) beside {path} was trained for another model than "
+                              "the one here: train one for this model with labkit train-draft, or "
+                              "delete that file to use it all the same")
     return found
 
 
@@ -127,10 +148,11 @@ def _parse(raw: Any) -> Calibration:
     for name, values in zip(("ece_before", "ece_after"), errors, strict=True):
         if len(values) != len(temperatures) or not all(0 <= v <= 1 for v in values):
             raise ValueError(f"{name} must be {len(temperatures)} numbers in 0..1")
-    fitted_on, draft = raw["fitted_on"], raw["draft"]
-    if not isinstance(fitted_on, dict) or not isinstance(draft, str):
-        raise ValueError("fitted_on must be an object and draft a string")
-    return Calibration(tuple(temperatures), tuple(errors[0]), tuple(errors[1]), fitted_on, draft)
+    fitted_on, draft, target = raw["fitted_on"], raw["draft"], raw["target"]
+    if not isinstance(fitted_on, dict) or not isinstance(draft, str) or not isinstance(target, str):
+        raise ValueError("fitted_on must be an object, draft and target strings")
+    return Calibration(tuple(temperatures), tuple(errors[0]), tuple(errors[1]), fitted_on, draft,
+                       target)
 
 
 def _numbers(raw: dict[str, Any], name: str) -> list[float]:

@@ -11,12 +11,12 @@ import torch
 
 from labkit.checkpoint.draft import write_draft
 from labkit.engine.calibration import FILE as CALIBRATION
-from labkit.engine.calibration import save_calibration
+from labkit.engine.calibration import save_calibration, target_digest
 from labkit.errors import CheckpointError, InputError
 from labkit.lab import load, model_folder
 from labkit.train.command import check_batches, check_sizes, forget, run_to_end
 from labkit.train.draft_figures import DraftFigures, measure_draft
-from labkit.train.drafter import DraftOptions, DraftTrainer, digest, draft_config
+from labkit.train.drafter import DraftOptions, DraftTrainer, draft_config
 
 
 def train_draft(run: Path, source: str, fresh: bool, **options: Any) -> None:
@@ -46,7 +46,7 @@ def export_draft(run: Path, out: Path, state: dict[str, torch.Tensor],
                  facts: dict[str, Any]) -> list[Path]:
     """The draft of a run into the checkpoint in `out`; measured and calibrated there."""
     target = load(out).model
-    if digest(target) != facts["options"]["target"]:
+    if target_digest(target) != facts["options"]["target"]:
         raise CheckpointError(f"the draft in {run} was trained for another model than the one in "
                               f"{out}: a draft fits the weights that it saw only")
     if not (run / "log.jsonl").is_file():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from labkit.engine.calibration import Calibration, draft_digest
+from labkit.engine.calibration import Calibration, draft_digest, target_digest
 from labkit.engine.sampling import Sampling
 from labkit.engine.speculation import Request, propose, verify
 from labkit.lab import Lab
@@ -160,5 +160,5 @@ def measure_draft(lab: Lab, length: int | None = None, limit: int | None = None,
         {"text": "held-out text of the corpus: fitted on the even rows, errors of the odd ones",
          "temperature": SAMPLED.temperature, "tokens_a_row": length, "rows": len(text),
          "proposals_fitted": len(fitted.survived), "proposals_judged": len(judged.survived)},
-        draft_digest(model.mtp.last.confidence_head.proj.weight))
+        draft_digest(model.mtp.last.confidence_head.proj.weight), target_digest(model))
     return figures, calibration
