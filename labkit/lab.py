@@ -78,11 +78,12 @@ def load(
     model.requires_grad_(False)
     lab = Lab(model.eval(), tokenizer, str(source))
     if str(source) != "nano" and model.mtp is not None:
-        # fp16 cannot hold the values that the digest is of.
-        known = dtype != torch.float16 and (folder / CALIBRATION).exists()
-        lab.calibration = load_calibration(folder, config.dspark_block_size,
-                                           model.mtp.last.confidence_head.proj.weight,
-                                           target_digest(model) if known else None)
+        # The digests are of fp32 values, which a narrower model does not have any more.
+        told = dtype in (torch.float32, torch.float64) and (folder / CALIBRATION).exists()
+        lab.calibration = load_calibration(
+            folder, config.dspark_block_size,
+            model.mtp.last.confidence_head.proj.weight if told else None,
+            target_digest(model) if told else None)
     return lab
 
 
@@ -230,8 +231,10 @@ class Lab:
         elif draft_slots is not None or policy is not None:
             raise InputError("draft_slots and policy belong to speculative=True: set that, or "
                              "leave them out")
+        # A plain generation need not fill windows that only a draft reads.
+        session = self.session(cache_form, draft=bool(speculator and speculator.slots))
         return Generation(
-            self.session(cache_form), self.tokenizer, self.encode(prompt), max_new_tokens,
+            session, self.tokenizer, self.encode(prompt), max_new_tokens,
             Sampling(temperature, top_k, top_p), stop, seed, candidates, prefill, halo, cut, chunk,
             speculator,
         )

@@ -384,3 +384,24 @@ def test_options_that_do_not_exist(folder):
         labkit.load(folder, dtype=torch.int8)
     with pytest.raises(InputError, match="unknown kernels"):
         labkit.load(folder, kernels="fast")
+
+
+def test_a_calibrated_draft_is_loaded_in_every_dtype(folder, tmp_path):
+    """Its digests are of fp32 values: a plain fp32 checkpoint has others in bf16."""
+    from labkit.engine import calibration
+
+    here = copy_of(folder, tmp_path)
+    model = labkit.load(here).model
+    weight = model.mtp.last.confidence_head.proj.weight
+    calibration.save_calibration(here, calibration.Calibration(
+        (1.5,) * 5, (0.2,) * 5, (0.1,) * 5, {}, calibration.draft_digest(weight),
+        calibration.target_digest(model)))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        assert labkit.load(here, dtype=dtype).calibration.temperatures == (1.5,) * 5
+
+
+def test_plain_generation_does_not_pay_for_the_draft(lab):
+    assert lab.has_draft
+    plain = lab.stream([1, 2, 3], 2).session
+    assert plain.nbytes()["draft"] == 0 and not plain.cache.draft_windows
+    assert lab.stream([1, 2, 3], 2, speculative=True).session.nbytes()["draft"] > 0

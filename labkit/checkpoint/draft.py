@@ -56,6 +56,7 @@ def write_draft(folder: str | Path, state: Mapping[str, torch.Tensor]) -> Path:
         save_file(tensors, staging / SINGLE, metadata=metadata)
         order_metadata(staging / SINGLE)
         flush(staging / SINGLE)
+        shutil.copymode(folder / SINGLE, staging / SINGLE)
         os.replace(staging / SINGLE, folder / SINGLE)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

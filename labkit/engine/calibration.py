@@ -134,8 +134,8 @@ def load_calibration(folder: str | Path, slots: int,
                               "it, or write it anew with labkit train-draft")
     if target is not None and found.target != target:
         raise CheckpointError(f"the draft (mtp.*) beside {path} was trained for another model than "
-                              "the one here: train one for this model with labkit train-draft, or "
-                              "delete that file to use it all the same")
+                              "the one here: delete that file, then train a draft for this model "
+                              "with labkit train-draft (or use this one all the same)")
     return found
 
 

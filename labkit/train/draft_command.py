@@ -21,7 +21,7 @@ from labkit.train.drafter import DraftOptions, DraftTrainer, draft_config
 
 def train_draft(run: Path, source: str, fresh: bool, **options: Any) -> None:
     """Start or continue a run in folder `run` that trains the draft of a checkpoint."""
-    lab = load(model_folder(source))
+    lab = load(model_folder(source), device="cpu")      # as all of training
     config = draft_config(lab.config)
     check_sizes(config, options, ("steps", "batch", "length", "anchors"))
     if options["length"] <= config.dspark_block_size:
@@ -45,22 +45,22 @@ def train_draft(run: Path, source: str, fresh: bool, **options: Any) -> None:
 def export_draft(run: Path, out: Path, state: dict[str, torch.Tensor],
                  facts: dict[str, Any]) -> list[Path]:
     """The draft of a run into the checkpoint in `out`; measured and calibrated there."""
-    target = load(out).model
+    target = load(out, device="cpu").model
     if target_digest(target) != facts["options"]["target"]:
         raise CheckpointError(f"the draft in {run} was trained for another model than the one in "
                               f"{out}: a draft fits the weights that it saw only")
     if not (run / "log.jsonl").is_file():
         raise CheckpointError(f"{run / 'log.jsonl'} is missing: the log of the run belongs to it")
     (out / CALIBRATION).unlink(missing_ok=True)  # of another draft: loading would refuse it
+    written = write_draft(out, state)
     shutil.copyfile(run / "log.jsonl", out / "draft_log.jsonl")
     (out / "draft_run.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    written = write_draft(out, state)
     return [written, out / "draft_log.jsonl", out / "draft_run.json", *measure_there(out)]
 
 
 def measure_there(folder: Path) -> list[Path]:
     """Measure the draft of a checkpoint; write its figures and its calibration beside it."""
-    figures, calibration = measure_draft(load(folder))
+    figures, calibration = measure_draft(load(folder, device="cpu"))
     path = folder / "draft_figures.json"
     path.write_text(json.dumps(figures.to_dict(), indent=1) + "\n", encoding="utf-8")
     print(figures_text(figures))

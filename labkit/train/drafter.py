@@ -140,7 +140,8 @@ def with_new_draft(lab: Lab, kernel_set: str, seed: int) -> Transformer:
     model = Transformer(config, lab.model.engram_classes, kernel_set, True, draft=True)
     init_weights(model, seed)
     backbone = {n: p for n, p in lab.model.state_dict().items() if not n.startswith("mtp.")}
-    model.load_state_dict(backbone, strict=False)
+    missing = model.load_state_dict(backbone, strict=False).missing_keys
+    assert all(name.startswith("mtp.") for name in missing), missing
     assert model.mtp is not None
     trainable = {n for n, p in model.named_parameters() if n.startswith("mtp.") and p.requires_grad}
     for name, p in model.named_parameters():    # the gates' biases are moved by the balancing

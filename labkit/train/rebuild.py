@@ -34,7 +34,7 @@ def rebuild(say: Callable[[str], None] = print) -> None:
         raise CheckpointError(f"{mini / 'tokenizer.json'} is not what the corpus gives: restore "
                               "it, or train the model again with the new one")
     say("2/5 figures: data/mini/figures.json")
-    lab = load("mini")
+    lab = load("mini", device="cpu")
     figures = measure(lab)
     write(mini / "figures.json", json.dumps(figures.to_dict(), indent=1, ensure_ascii=False) + "\n")
     say(figures_text(figures))
