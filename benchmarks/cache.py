@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-import labkit
 from labkit.cache import Cache
 from labkit.config import ModelConfig
 from labkit.engine.replay import decoder_tail, replay_start
@@ -26,6 +25,14 @@ from labkit.errors import LabError
 from labkit.lab import Lab
 from labkit.model.work import counting
 from labkit.numerics.rows import RowCodec
+from labkit.tables import (
+    check_context,
+    check_counts,
+    heading,
+    load_model,
+    print_tables,
+    table_parser,
+)
 from labkit.text.corpus import load_corpus
 
 FORMS = ("packed", "fp8", "bf16")
@@ -41,11 +48,7 @@ EXAMPLES = """examples:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="mini", help="a preset or folder (default mini)")
-    parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES, metavar="TABLE",
-                        help=f"tables to print, of: {', '.join(TABLES)} (default all)")
+    parser = table_parser(__doc__, EXAMPLES, TABLES, torch.get_num_threads())
     parser.add_argument("--texts", type=int, default=12, metavar="N",
                         help="held-out texts for quality (default 12)")
     parser.add_argument("--hit", type=int, default=512, metavar="T",
@@ -54,34 +57,19 @@ def main() -> None:
                         help="tokens after it, which are compared (default 64)")
     parser.add_argument("--repeats", type=int, default=5, metavar="N",
                         help="timed runs, of which the fastest counts (default 5)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N",
-                        help="threads of torch (default %(default)s)")
     parser.add_argument("--quick", action="store_true",
                         help="2 texts, 1 timed run, fewer rows to pack")
     options = parser.parse_args()
-    for name in ("texts", "hit", "suffix", "repeats", "threads"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}: give at least 1")
+    check_counts(parser, options,
+                 dict.fromkeys(("texts", "hit", "suffix", "repeats", "threads"), 1))
     options.rows = 4096
     if options.quick:
         options.texts, options.repeats, options.rows = min(2, options.texts), 1, 256
-    torch.set_num_threads(options.threads)
-    lab = labkit.load(options.model)
-    limit = lab.config.max_position_embeddings
-    if options.hit + options.suffix > limit:
-        parser.error(f"--hit and --suffix make {options.hit + options.suffix} tokens: the context "
-                     f"of {options.model} is {limit}")
-    tables: dict[str, Callable[[Lab, argparse.Namespace], None]] = {
+    lab = load_model(options)
+    check_context(parser, options, lab, {"--hit and --suffix": options.hit + options.suffix})
+    print_tables(lab, options, {
         "bytes": bytes_table, "packing": packing_table, "decode": decode_table,
-        "ced": ced_table, "forms": forms_table, "reuse": reuse_table}
-    with torch.no_grad():
-        for name in options.only:
-            tables[name](lab, options)
-
-
-def title(text: str, model: str, threads: int, sizes: str) -> None:
-    print(f"\n{text}\n  {model}; torch {torch.__version__}, {threads} thread"
-          f"{'s' if threads > 1 else ''}; {sizes}", flush=True)
+        "ced": ced_table, "forms": forms_table, "reuse": reuse_table})
 
 
 def model_threads(lab: Lab, options: argparse.Namespace) -> int:
@@ -98,7 +86,7 @@ def bytes_table(lab: Lab, options: argparse.Namespace) -> None:
     for name, c in ((options.model, lab.config), ("flash", ModelConfig.preset("flash"))):
         pages = 8
         tokens = pages * Cache(c).page_tokens
-        title("Bytes a token of global KV and index keys", f"shapes of {name}", options.threads,
+        heading("Bytes a token of global KV and index keys", f"shapes of {name}", options.threads,
               f"{tokens} tokens = {pages} full pages a store, from the storages")
         print(f"  {'form':<8}{'a token':>9}{'global_kv':>11}{'index_keys':>12}{'encoder':>9}"
               f"{'decoder':>9}{'window/layer':>14}{'draft':>10}{'reserved +1 group':>19}")
@@ -152,7 +140,7 @@ def packing_table(lab: Lab, options: argparse.Namespace) -> None:
               torch.randn(n, c.index_head_dim, generator=seeded)]
     room = [torch.empty_like(x) for x in values]
     size = sum(x.nbytes for x in values)
-    title("Packing", "widths of flash", options.threads,
+    heading("Packing", "widths of flash", options.threads,
           f"{options.rows} tokens = {n} entries of {c.head_dim} + {c.index_head_dim} values, "
           f"{size / 1e6:.1f} MB in fp32; GB/s of fp32 values")
     calls: dict[str, Callable[[], object]] = {
@@ -200,7 +188,7 @@ def decode_table(lab: Lab, options: argparse.Namespace) -> None:
     """Decode speed behind the same past in each form."""
     text = held_out(lab, 1, options)[0]
     past, new = text[: options.hit], text[options.hit :]
-    title("Decoding", repr(lab), model_threads(lab, options),
+    heading("Decoding", repr(lab), model_threads(lab, options),
           f"{len(new)} tokens one by one behind {len(past)}")
     calls: dict[str, Callable[[], object]] = {}
     for form in (*FORMS, "plain"):
@@ -262,7 +250,7 @@ def ced_table(lab: Lab, options: argparse.Namespace) -> None:
     """What follows a CED prefill against what follows a full one."""
     texts = held_out(lab, options.texts, options)
     c = lab.config
-    title("CED prefill against full prefill, KL(full || ced)", repr(lab),
+    heading("CED prefill against full prefill, KL(full || ced)", repr(lab),
           model_threads(lab, options),
           f"{len(texts)} held-out texts: prompt {options.hit}, then {options.suffix} tokens; the "
           f"logits of the prompt's last token and of those; window {c.sliding_window}")
@@ -289,7 +277,7 @@ def ced_table(lab: Lab, options: argparse.Namespace) -> None:
 def forms_table(lab: Lab, options: argparse.Namespace) -> None:
     """Store forms against packed, which is what the recipe says."""
     texts = held_out(lab, options.texts, options)
-    title("Store forms, KL(packed || form)", repr(lab), model_threads(lab, options),
+    heading("Store forms, KL(packed || form)", repr(lab), model_threads(lab, options),
           f"{len(texts)} held-out texts of {options.hit + options.suffix} tokens, all positions")
     print(f"  {'form':<8}{Agreement.HEAD}")
     packed = [lab.session("packed").prefill(ids)[0] for ids in texts]
@@ -318,7 +306,7 @@ def reuse_table(lab: Lab, options: argparse.Namespace) -> None:
     kinds = ("cold", "full hit", "global-only bounded", "global-only exact")
     again = {kind: hit - replay_start(lab.config, hit, kind.split()[-1])
              for kind in kinds[2:]}
-    title("Reuse, KL(cold || hit)", repr(lab), model_threads(lab, options),
+    heading("Reuse, KL(cold || hit)", repr(lab), model_threads(lab, options),
           f"{len(texts)} held-out texts: hit {hit}, suffix {suffix}, whose logits are compared; "
           f"read again {', '.join(f'{n} ({k.split()[-1]})' for k, n in again.items())}; "
           f"fastest of {options.repeats}; sums over the texts")

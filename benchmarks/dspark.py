@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-import labkit
-from labkit.engine.batching import Batch, Counts, profile_steps
+from labkit.engine.batching import TRIES, Batch, Counts, profile_steps
 from labkit.engine.calibration import calibrated
 from labkit.engine.drafting import checked_slots
+from labkit.engine.generate import Result
 from labkit.engine.sampling import Sampling
 from labkit.engine.scheduling import (
     DelayedBudget,
@@ -33,14 +33,23 @@ from labkit.engine.scheduling import (
 )
 from labkit.engine.session import Session, is_small, one_thread
 from labkit.engine.speculation import Proposal, Request, propose, verify
-from labkit.errors import LabError
+from labkit.errors import InputError, LabError
 from labkit.lab import Lab
+from labkit.tables import (
+    check_context,
+    check_counts,
+    heading,
+    load_model,
+    print_tables,
+    table_parser,
+)
 from labkit.text.prompts import DOMAINS, prompts
 from labkit.train.calibration import expected_calibration_error, reliability, survival_errors
 from labkit.train.draft_figures import GREEDY, SAMPLED, try_drafts
 from labkit.train.drafter import heldout_rows
 
 TABLES = ("pairs", "costs", "confidence", "load")
+AGES = 7            # requests under load write as many more tokens as 0 .. 6, in turn
 
 EXAMPLES = """examples:
   labkit bench dspark                             every table (about ten minutes)
@@ -52,11 +61,7 @@ EXAMPLES = """examples:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="mini", help="a preset or folder (default mini)")
-    parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES, metavar="TABLE",
-                        help=f"tables to print, of: {', '.join(TABLES)} (default all)")
+    parser = table_parser(__doc__, EXAMPLES, TABLES, threads=1)
     parser.add_argument("--prompts", type=int, default=6, metavar="N",
                         help="prompts of each domain (default 6)")
     parser.add_argument("--length", type=int, default=128, metavar="T",
@@ -73,40 +78,40 @@ def main() -> None:
                         metavar="R", help="requests at once, in the table of loads")
     parser.add_argument("--repeats", type=int, default=5, metavar="N",
                         help="timed steps of each cost and width, of which the median counts")
-    parser.add_argument("--threads", type=int, default=1, metavar="N",
-                        help="threads of torch (default 1)")
     parser.add_argument("--quick", action="store_true", help="one prompt, few tokens, two loads")
     options = parser.parse_args()
-    for name in ("prompts", "length", "new_tokens", "repeats", "threads", *(
-            ["slots"] if options.slots is not None else [])):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}: give at least 1")
-    if any(R < 1 for R in options.requests):
-        parser.error(f"--requests are {options.requests}: give at least 1")
+    # The first token of a text comes from its prompt, a second one from a step.
+    check_counts(parser, options, {"prompts": 1, "length": 2, "new_tokens": 2, "repeats": 1,
+                                   "threads": 1, "slots": 1, "requests": 1})
     if options.quick:
         options.prompts, options.length, options.new_tokens = 1, 64, 24
         options.repeats, options.requests = 2, [1, 4]
-    torch.set_num_threads(options.threads)
-    lab = labkit.load(options.model)
+    lab = load_model(options)
     checked_slots(options.slots, lab.config.dspark_block_size)
     if not lab.has_draft:
-        raise SystemExit(f"{options.model} has no draft (mtp.*): there is nothing to measure")
+        raise SystemExit(f"{options.model} has no draft (mtp.*), so there is nothing to measure: "
+                         "train one with labkit train-draft")
     options.slots = options.slots or lab.config.dspark_block_size
-    limit = lab.config.max_position_embeddings
-    if options.length + options.new_tokens > limit:
-        parser.error(f"--length and --new-tokens make {options.length + options.new_tokens} "
-                     f"tokens: the context of {options.model} is {limit}")
-    tables: dict[str, Callable[[Lab, argparse.Namespace], None]] = {
-        "pairs": pairs_table, "costs": costs_table, "confidence": confidence_table,
-        "load": load_table}
-    with torch.no_grad():
-        for name in options.only:
-            tables[name](lab, options)
+    needed = {"--length and --new-tokens": options.length + options.new_tokens}
+    if "costs" in options.only:
+        needed["--length and --slots"] = options.length + options.slots
+    if "load" in options.only:
+        needed[f"--length, --new-tokens and {AGES - 1} for requests of different age"] = (
+            options.length + options.new_tokens + AGES - 1)
+    check_context(parser, options, lab, needed)
+    print_tables(lab, options, {"pairs": pairs_table, "costs": costs_table,
+                                "confidence": confidence_table, "load": load_table})
 
 
 def title(text: str, lab: Lab, options: argparse.Namespace, sizes: str) -> None:
-    print(f"\n{text}\n  {lab}; torch {torch.__version__}, {options.threads} thread"
-          f"{'s' if options.threads > 1 else ''}; {sizes}", flush=True)
+    heading(text, lab, options.threads, sizes)
+
+
+def slots_drafted(lab: Lab, options: argparse.Namespace) -> str:
+    """How many slots, and how many in training where that is fewer."""
+    trained = lab.config.dspark_block_size
+    return f"{options.slots} slots drafted" + (
+        f", trained for {trained}" if options.slots > trained else "")
 
 
 def temperatures(lab: Lab) -> Sequence[float] | None:
@@ -118,8 +123,9 @@ def temperatures(lab: Lab) -> Sequence[float] | None:
 
 @dataclass
 class Paired:
-    """Sums over the prompts of one domain and policy."""
+    """Sums over the prompts of one domain and policy; used: those whose texts had a step."""
 
+    used: int = 0
     plain_seconds: float = 0.0
     seconds: float = 0.0
     tokens: int = 0
@@ -139,16 +145,21 @@ def pairs_table(lab: Lab, options: argparse.Namespace) -> None:
     title("Speculation against plain decoding, one request", lab, options,
           f"{options.prompts} prompts of {options.length} tokens a domain, {options.new_tokens} "
           f"new ones; temperature {options.temperature:g}, top_p {options.top_p:g}; "
-          f"{options.slots} slots drafted; runs in turn")
+          f"{slots_drafted(lab, options)}; runs in turn, either first in every other pair")
     print(f"  {'domain':<10}{'policy':<16}{'tokens/step':>12}{'accepted':>10}  "
-          f"{'of the verified, by slot':<34}{'plain':>8}{'spec':>8}{'ratio':>7}"
+          f"{'of the verified, by slot':<34}{'plain':>8}{'spec':>8}{'ratio':>7}{'prompts':>9}"
           + (f"{'same text':>11}" if greedy else ""))
+    warm_up(lab, options)
     for domain in DOMAINS:
         texts = prompts(domain, lab.tokenizer, options.prompts, options.length)
         for name, policy in policies.items():
             found = Paired(per_slot=[[0, 0] for _ in range(options.slots)])
             for number, prompt in enumerate(texts):
                 pair(lab, options, prompt, number, policy, found)
+            if not found.used:
+                print(f"  {domain:<10}{name:<16}  every text ended at its first token: there was "
+                      "no step to be measured", flush=True)
+                continue
             verified = sum(v for v, _ in found.per_slot)
             accepted = sum(a for _, a in found.per_slot)
             slots = " ".join(f"{a / v:5.0%}" if v else "    -" for v, a in found.per_slot)
@@ -156,24 +167,40 @@ def pairs_table(lab: Lab, options: argparse.Namespace) -> None:
                   f"{accepted / verified if verified else 0:10.0%}  {slots:<34}"
                   f"{found.tokens / found.plain_seconds:8.1f}{found.tokens / found.seconds:8.1f}"
                   f"{found.plain_seconds / found.seconds:7.2f}"
-                  + (f"{found.same:>8}/{len(texts)}" if greedy else ""), flush=True)
-    print("  plain, spec: tokens a second behind the first; ratio: of the two")
+                  f"{found.used:>7}/{len(texts)}"
+                  + (f"{found.same:>9}/{found.used}" if greedy else ""), flush=True)
+    print("  plain, spec: tokens a second behind the first; ratio: of the two; prompts: those "
+          "whose texts had a second token")
 
 
-def pair(lab: Lab, options: argparse.Namespace, prompt: list[int], seed: int, policy: Policy,
+def warm_up(lab: Lab, options: argparse.Namespace) -> None:
+    """The first passes of a process are slower; they are not to be anyone's."""
+    prompt = prompts("prose", lab.tokenizer, 1, options.length)[0]
+    for speculative in (False, True):
+        lab.generate(prompt, min(8, options.new_tokens), temperature=0, speculative=speculative)
+
+
+def pair(lab: Lab, options: argparse.Namespace, prompt: list[int], number: int, policy: Policy,
          found: Paired) -> None:
-    """One prompt, plain and then speculative."""
+    """One prompt, plain and speculative; its number is the seed and says which comes first."""
     same = dict(max_new_tokens=options.new_tokens, temperature=options.temperature,
-                top_p=options.top_p, seed=seed)
-    plain = lab.generate(prompt, **same)
-    spec = lab.generate(prompt, **same, speculative=True, draft_slots=options.slots,
-                        policy=policy)
+                top_p=options.top_p, seed=number)
+
+    def speculative() -> Result:
+        return lab.generate(prompt, **same, speculative=True, draft_slots=options.slots,
+                            policy=policy)
+
+    if number % 2:
+        spec, plain = speculative(), lab.generate(prompt, **same)
+    else:
+        plain, spec = lab.generate(prompt, **same), speculative()
     told = spec.stats.speculation
     assert told is not None
     # A text may end early (EOS), at different places when it is sampled: seconds a token count.
     written = spec.stats.new_tokens - 1
     if written < 1 or plain.stats.new_tokens < 2:
         return
+    found.used += 1
     found.plain_seconds += plain.stats.decode_seconds / (plain.stats.new_tokens - 1) * written
     found.seconds += spec.stats.decode_seconds
     found.tokens += written
@@ -209,7 +236,8 @@ def costs_table(lab: Lab, options: argparse.Namespace) -> None:
     with one_thread(is_small(model)):
         step, drafted, checked = median([plain, draft, check], options.repeats * 8)
     title("What a step costs, one request", lab, options,
-          f"behind {options.length} tokens; medians of {options.repeats * 8} rounds, in turn")
+          f"behind {options.length} tokens; {slots_drafted(lab, options)}; "
+          f"medians of {options.repeats * 8} rounds, in turn")
     print(f"  {'':<28}{'ms':>8}{'of plain':>10}")
     for name, seconds in (("plain step (1 token)", step), (f"draft ({n} slots)", drafted),
                           (f"verification ({n + 1} tokens)", checked),
@@ -283,7 +311,7 @@ def confidence_table(lab: Lab, options: argparse.Namespace) -> None:
 def load_table(lab: Lab, options: argparse.Namespace) -> None:
     """Throughput of R requests at once: no drafts, fixed length, threshold, schedulers."""
     title("Requests at once: SPS and throughput by policy", lab, options,
-          f"prose prompts of {options.length} tokens, greedy; {options.slots} slots drafted; "
+          f"prose prompts of {options.length} tokens, greedy; {slots_drafted(lab, options)}; "
           f"SPS(B): medians of {options.repeats} steps at each of several widths; every policy "
           f"writes {options.new_tokens} tokens a request in two turns, a request that ends is "
           "replaced")
@@ -317,7 +345,8 @@ def load_table(lab: Lab, options: argparse.Namespace) -> None:
                   + f"{speed:10.1f}{speed * loads[0].seconds / loads[0].emitted:9.2f}"
                   f"{expected:10.1f}", flush=True)
     print("\n  tokens/step: of one request; tokens/s: of all together; from SPS: what the measured "
-          "step rates say for the same steps")
+          "step rates say for the same steps\n  tokens/s leaves out prefill and the copies as rows "
+          "enter and leave the batch")
 
 
 class Load:
@@ -338,18 +367,22 @@ class Load:
 
     def write(self, tokens: int) -> None:
         """Steps until so many more tokens were written."""
-        goal, R = self.emitted + tokens, len(self.texts)
+        goal, R, tries = self.emitted + tokens, len(self.texts), 0
         while self.emitted < goal:
             while len(self.batch.waiting) + len(self.batch.running) < R:
                 # Texts of different age: else all of them would end in the same step.
                 self.batch.add(self.texts[self.given % R],
-                               self.room + self.given % 7, Sampling(temperature=0))
+                               self.room + self.given % AGES, Sampling(temperature=0))
                 self.given += 1
             before = self.counts.steps
             self.batch.step()
             if self.counts.steps == before or self.batch.steps[-1].requests < R:
+                tries += 1
+                if tries == TRIES:
+                    raise InputError(f"{R} requests never had a step together: their texts end too "
+                                     "soon behind these prompts; give another --length")
                 continue
-            step = self.batch.steps[-1]
+            step, tries = self.batch.steps[-1], 0
             self.steps += 1
             self.emitted += step.emitted
             self.seconds += step.seconds

@@ -145,8 +145,13 @@ def generate(
     from tqdm import tqdm
 
     from labkit.engine.scheduling import Threshold
+    from labkit.errors import InputError
     from labkit.lab import load
 
+    if not speculative and (draft_slots is not None or min_survival is not None):
+        raise InputError("--draft-slots and --min-survival go with --speculative: add that, or "
+                         "leave them out")
+    policy = None if min_survival is None else Threshold(min_survival)
     with warnings.catch_warnings(record=True) as notices:
         warnings.simplefilter("always", UserWarning)
         lab = load(model)
@@ -155,8 +160,7 @@ def generate(
     generation = lab.stream(
         prompt, max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop,
         seed=seed, prefill=prefill, halo=halo, cut=cut, cache_form=cache_form, chunk=chunk,
-        speculative=speculative, draft_slots=draft_slots,
-        policy=None if min_survival is None else Threshold(min_survival),
+        speculative=speculative, draft_slots=draft_slots, policy=policy,
     )
     passes = 1 if chunk is None else -(-len(generation.prompt) // chunk)
     bar = tqdm(total=len(generation.prompt), desc="reading", unit=" tokens", leave=False,

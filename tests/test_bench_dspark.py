@@ -1,5 +1,6 @@
 """labkit bench dspark from end to end: its tables hold what must hold; nothing is timed."""
 
+import argparse
 import importlib.util
 import re
 import sys
@@ -8,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import labkit
 from labkit import paths
 from labkit.cli import app
 
@@ -27,6 +29,15 @@ def output():
     return result.stdout
 
 
+@pytest.fixture(scope="module")
+def module():
+    spec = importlib.util.spec_from_file_location("bench_dspark", paths.benchmarks()["dspark"])
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench_dspark"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
 def table(output, heading):
     """The lines below a heading, up to the next blank line, without its sizes."""
     return output.partition(heading)[2].partition("\n\n")[0].splitlines()[2:]
@@ -38,8 +49,9 @@ def test_greedy_texts_are_the_same_in_every_domain_and_policy(output):
     assert {line.split()[0] for line in rows} == {"prose", "code", "counting"}
     for line in rows:
         name, rest = line[12:28].strip(), line[28:].split()
-        step, plain, spec, ratio = float(rest[0]), *(float(x) for x in rest[-4:-1])
+        step, plain, spec, ratio = float(rest[0]), *(float(x) for x in rest[-5:-2])
         assert 1 <= step <= (3 if name == "fixed 2" else 6)
+        assert rest[-2:] == ["1/1", "1/1"]
         assert ratio == pytest.approx(spec / plain, abs=0.02)
 
 
@@ -80,8 +92,12 @@ def test_every_load_has_every_policy_and_the_measured_rates(output):
 
 
 @pytest.mark.parametrize(("words", "code", "said"), [
-    (["--slots", "0"], 2, "--slots is 0"), (["--requests", "0"], 2, "at least 1"),
+    (["--slots", "0"], 2, "--slots is 0"), (["--requests", "4", "0"], 2, "--requests is 0"),
     (["--length", "1000"], 2, "the context of mini is 1024"),
+    (["--new-tokens", "1"], 2, "--new-tokens is 1: give at least 2"),
+    (["--length", "928"], 2, "6 for requests of different age make 1030 tokens"),
+    (["--length", "1020", "--new-tokens", "2", "--only", "costs"], 2,
+     "--length and --slots make 1025"),
     (["--only", "speed"], 2, "invalid choice"), (["--slots", "17"], 1, "from 0 (no draft) to 16"),
     (["--temperature", "-1", "--quick", "--only", "pairs"], 1, "temperature is -1"),
 ])  # fmt: skip
@@ -91,16 +107,51 @@ def test_options_that_do_not_fit_are_refused(words, code, said):
     assert "Traceback" not in result.output
 
 
+def test_the_shortest_texts_are_measured_too():
+    words = ["--new-tokens", "2", "--prompts", "2", "--length", "16", "--repeats", "1"]
+    result = bench("--only", "pairs", *words, "--slots", "7")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("7 slots drafted, trained for 5") == 1
+    rows = [line.split() for line in result.stdout.splitlines() if line.endswith("/2")]
+    # One step each, which has no room for a draft.
+    assert rows and all(row[-2:] == ["2/2", "2/2"] and "1.00" in row for row in rows)
+    result = bench("--only", "load", *words, "--requests", "1")
+    assert result.exit_code == 0 and "delayed budget" in result.stdout, result.output
+
+
+def test_a_text_that_ends_at_its_first_token_is_not_counted(module, monkeypatch):
+    lab = labkit.load("mini")
+    options = argparse.Namespace(new_tokens=4, temperature=0, top_p=1.0, slots=2)
+    ended, found = lab.generate([0, 5], 1, temperature=0), module.Paired()
+    write = lab.generate
+    monkeypatch.setattr(lab, "generate", lambda *words, **rest: (
+        write(*words, **rest) if rest.get("speculative") else ended))
+    module.pair(lab, options, [0, 5], 1, module.Fixed(2), found)
+    assert (found.used, found.tokens, found.same) == (0, 0, 0)
+
+
+def test_each_of_a_pair_comes_first_in_turn(module, monkeypatch):
+    lab, order = labkit.load("mini"), []
+    options = argparse.Namespace(new_tokens=4, temperature=0, top_p=1.0, slots=2)
+    write = lab.generate
+
+    def watched(*words, **rest):
+        order.append("spec" if rest.get("speculative") else "plain")
+        return write(*words, **rest)
+
+    monkeypatch.setattr(lab, "generate", watched)
+    found = module.Paired(per_slot=[[0, 0], [0, 0]])
+    for number in range(2):
+        module.pair(lab, options, [0, 5, 6], number, module.Fixed(2), found)
+    assert order == ["plain", "spec", "spec", "plain"] and found.used == found.same == 2
+
+
 def test_the_help_has_examples():
     result = bench("--help")
     assert result.exit_code == 0 and "examples:" in result.stdout and "--requests" in result.stdout
 
 
-def test_even_acceptance_solves_its_equation():
-    spec = importlib.util.spec_from_file_location("bench_dspark", paths.benchmarks()["dspark"])
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_dspark"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+def test_even_acceptance_solves_its_equation(module):
     for slots in (1, 5, 16):
         for tokens in (1.0, 1.3, 1 + slots / 2, 1 + slots):
             p = module.even_acceptance(tokens, slots)

@@ -39,6 +39,14 @@ def test_text_on_standard_output_and_a_note_on_standard_error(folder):
     assert "tokens/s; max-new-tokens reached; seed 1" in result.stderr
 
 
+@pytest.mark.parametrize("option", (["--draft-slots", "3"], ["--min-survival", ".5"]))
+def test_options_of_speculation_without_it_are_refused_by_their_own_names(option):
+    result = generate("no-such-folder", "It is", *option)   # before a model is looked for
+    assert result.exit_code == 1 and result.stdout == ""
+    assert result.stderr == ("labkit: --draft-slots and --min-survival go with --speculative: add "
+                             "that, or leave them out\n")
+
+
 def test_json_holds_all_of_the_result(folder):
     options = ["--max-new-tokens", "9", "--temperature", "0", "--stop", "zzz", "--stop", "qqq"]
     result = generate(folder, "It is", *options, "--json")
