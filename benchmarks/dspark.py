@@ -19,7 +19,7 @@ import torch
 
 from labkit.engine.batching import TRIES, Batch, Counts, profile_steps
 from labkit.engine.calibration import calibrated
-from labkit.engine.drafting import checked_slots
+from labkit.engine.drafting import block_note, checked_slots
 from labkit.engine.generate import Result
 from labkit.engine.sampling import Sampling
 from labkit.engine.scheduling import (
@@ -109,9 +109,8 @@ def title(text: str, lab: Lab, options: argparse.Namespace, sizes: str) -> None:
 
 def slots_drafted(lab: Lab, options: argparse.Namespace) -> str:
     """How many slots, and how many in training where that is fewer."""
-    trained = lab.config.dspark_block_size
-    return f"{options.slots} slots drafted" + (
-        f", trained for {trained}" if options.slots > trained else "")
+    return (block_note(options.slots, lab.config.dspark_block_size)
+            or f"drafted {options.slots} slots")
 
 
 def temperatures(lab: Lab) -> Sequence[float] | None:

@@ -111,7 +111,7 @@ def test_the_shortest_texts_are_measured_too():
     words = ["--new-tokens", "2", "--prompts", "2", "--length", "16", "--repeats", "1"]
     result = bench("--only", "pairs", *words, "--slots", "7")
     assert result.exit_code == 0, result.output
-    assert result.stdout.count("7 slots drafted, trained for 5") == 1
+    assert result.stdout.count("drafted 7 slots, trained for 5") == 1
     rows = [line.split() for line in result.stdout.splitlines() if line.endswith("/2")]
     # One step each, which has no room for a draft.
     assert rows and all(row[-2:] == ["2/2", "2/2"] and "1.00" in row for row in rows)

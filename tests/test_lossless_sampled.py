@@ -23,6 +23,7 @@ from labkit.text.prompts import prompts
 
 KINDS = (Sampling(0.7, 0, 0.95), Sampling(1.0))
 R, SLOTS, ROUNDS = 64, 3, 64
+LENGTH = 150                            # longer than a window: rings wrap
 DRAWS = R * ROUNDS // len(KINDS)        # of each kind
 LEAST = 10                              # expected count of an outcome that is not pooled
 RARE = -1
@@ -84,12 +85,14 @@ def drawn(lab, start, anchor):
                         for i in going]
             proposals = propose(lab.model, cache, requests, vocabulary)
             lengths = policy.lengths([p.survival for p in proposals])
-            for i, n, emission in zip(going, lengths, verify(
-                    lab.model, cache, requests, proposals, lengths, vocabulary), strict=True):
+            emissions = verify(lab.model, cache, requests, proposals, lengths, vocabulary)
+            policy.done()
+            for i, n, emission in zip(going, lengths, emissions, strict=True):
                 said[i] += emission.ids
                 told[f"length {n}"] += 1
                 told["accepted"] += len(emission.ids) - 1
                 told["rejected"] += len(emission.ids) <= n
+            policy.done()
             stay = [row for row, i in enumerate(going) if len(said[i]) < 3]
             going = [going[row] for row in stay]
             cache = select(cache, stay) if stay else cache
@@ -99,7 +102,8 @@ def drawn(lab, start, anchor):
 
 
 def test_two_tokens_follow_the_law_of_plain_sampling(lab):
-    prompt = prompts("prose", lab.tokenizer, 3, 24)[2]
+    assert LENGTH > lab.config.sliding_window + 2
+    prompt = prompts("prose", lab.tokenizer, 8, LENGTH)[3]
     session = Session(lab.model, form="packed")
     session.prefill(prompt[:-1])
     counts, told = drawn(lab, session.cache, prompt[-1])
