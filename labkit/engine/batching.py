@@ -19,12 +19,13 @@ import torch
 
 from labkit.cache import Cache
 from labkit.cache.rows import join, select
-from labkit.engine.drafting import checked_slots
+from labkit.engine.counts import Counts, Step
+from labkit.engine.drafting import block_note, checked_slots
 from labkit.engine.replay import decoder_tail
 from labkit.engine.sampling import Sampling
 from labkit.engine.scheduling import NoDraft, Policy, StepRate
 from labkit.engine.session import Session, is_small, one_thread, prefill_mode
-from labkit.engine.speculation import Emission, Proposal, Request, needs_draft, propose, verify
+from labkit.engine.speculation import Request, needs_draft, propose, verify
 from labkit.engine.transcript import Event, Transcript, check_count
 from labkit.errors import InputError
 from labkit.model.transformer import Transformer
@@ -35,58 +36,13 @@ TRIES = 50          # steps of a profile, until one has the width that is wanted
 GREEDY = Sampling(temperature=0)
 
 
-@dataclass
-class Counts:
-    """What was computed for all requests of a batch, or for one of them.
+class Job(Transcript):
+    """A request in a batch: what it has written, and what was computed for it.
 
-    prefills, prompt_tokens   passes over prompts (one a request) and what they read
-    steps       passes of the target over running requests; of one request: those it was part of
-    tokens      that they read: an anchor each, and the verified drafts
-    drafted     slots that the draft filled; verified: that the target read; accepted: that stayed
-    emitted     tokens that the steps gave. The first of a request comes from its prefill
+    error  why its prompt could not be read, or its text not go on; it has left then
     """
 
-    prefills: int = 0
-    prompt_tokens: int = 0
-    steps: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    verified: int = 0
-    accepted: int = 0
-    emitted: int = 0
-
-    @property
-    def tokens_per_step(self) -> float | None:
-        """Tokens that a step gives; None before the first."""
-        return self.emitted / self.steps if self.steps else None
-
-    @property
-    def acceptance(self) -> float | None:
-        """Share of the verified drafts that stayed; None if none was verified."""
-        return self.accepted / self.verified if self.verified else None
-
-    def add(self, proposal: Proposal, emission: Emission) -> None:
-        """What one request had of a step, without its tokens, which may end before the block."""
-        self.tokens += 1 + emission.verified
-        self.drafted += len(proposal.ids)
-        self.verified += emission.verified
-        self.accepted += emission.accepted
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step that has been taken: R requests, B tokens, what it gave and what it took."""
-
-    requests: int
-    tokens: int
-    emitted: int
-    draft_seconds: float
-    verify_seconds: float
-    seconds: float      # of the whole step, with the texts; without what entered and left
-
-
-class Job(Transcript):
-    """A request in a batch: what it has written, and what was computed for it."""
+    error: Exception | None = None
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, prompt: Sequence[int],
                  max_new_tokens: int, sampling: Sampling, stop: str | Sequence[str] | None,
@@ -100,6 +56,18 @@ class Job(Transcript):
         return self.stop_reason is not None
 
 
+@dataclass(frozen=True)
+class _Due:
+    """An id that is decided and not yet said; None: to be drawn, the first of a text."""
+
+    job: Job
+    place: int                      # in its text
+    id: int | None
+    logits: torch.Tensor            # [V]
+    target: torch.Tensor | None     # [V]: the distribution that they came to
+    draft: bool
+
+
 Told = list[tuple[Job, Event]]
 
 
@@ -107,15 +75,17 @@ class Batch:
     """Requests that are decoded together; more may be added at any time.
 
     policy        how many drafts of each request are verified; None: plain decoding
-    slots         drafted in a step at most; None: as many as the draft was trained for
+    slots         drafted in a step at most; None: as many as the draft was trained for, which
+                  are `trained_slots`; a longer block is labelled where the batch is printed
     temperatures  of the confidence head (`Calibration`); None: 1
     limit         requests that run at once; the others wait for a place
     form, page_tokens               of their caches; prefill, halo, cut, chunk: `Session.prefill`
     counts, steps what was computed so far; `steps` one by one, the last 10,000
 
     A step that is cut short (Ctrl-C) has happened or has not; the next call goes on from there,
-    and what it had to tell is told by that call. Every request's text is, with any policy,
-    distributed as if the request were alone, and its greedy text is the same.
+    and what it had to tell is told by that call. A request that fails leaves with the error
+    (`Job.error`), which is raised; the others go on with the next call. Every request's text is,
+    with any policy, distributed as if the request were alone, and its greedy text is the same.
     InputError, here or in `add`, for options that the model, or a request, cannot take.
     """
 
@@ -133,8 +103,8 @@ class Batch:
         decoder_tail(model.config, halo, cut)   # refuses an unknown halo or cut
         self.model, self.tokenizer = model, tokenizer
         self.policy = policy or NoDraft()
-        trained = model.config.dspark_block_size
-        self.slots = checked_slots(slots, trained) if self.policy.drafts else 0
+        self.trained_slots = model.config.dspark_block_size
+        self.slots = checked_slots(slots, self.trained_slots) if self.policy.drafts else 0
         if self.policy.limit is not None:
             self.slots = min(self.slots, self.policy.limit)
         self.temperatures, self.limit = temperatures, limit
@@ -148,8 +118,8 @@ class Batch:
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
         self._cache: Cache | None = None        # row i is that of running[i]
-        # Ids that are decided and not yet said: job, place in its text, id (None: to be drawn).
-        self._due: deque[tuple[Job, int, int | None, torch.Tensor]] = deque()
+        self._entering: list[tuple[Job, Cache]] = []    # read, and not yet among the rows
+        self._due: deque[_Due] = deque()
         self._told: Told = []
         self._small = is_small(model)
 
@@ -172,7 +142,13 @@ class Batch:
     @property
     def busy(self) -> bool:
         """Whether there is anything left to do or to tell."""
-        return bool(self.waiting or self.running or self._due or self._told)
+        return bool(self.waiting or self._entering or self.running or self._due or self._told)
+
+    def __repr__(self) -> str:
+        note = block_note(self.slots, self.trained_slots)
+        return (f"Batch({len(self.running) + len(self._entering)} running, "
+                f"{len(self.waiting)} waiting; {type(self.policy).__name__}"
+                + (f"; {note})" if note else ")"))
 
     def run(self) -> Iterator[tuple[Job, Event]]:
         """Steps until all requests have ended, those included that are added meanwhile."""
@@ -185,8 +161,9 @@ class Batch:
         with one_thread(self._small):
             self._say()                         # what a call that was cut short has left
             self._dismiss()
-            while self.waiting and len(self.running) < self.limit:
-                self._admit()
+            while self.waiting and len(self.running) + len(self._entering) < self.limit:
+                self._read_next()
+            self._enter()
             if self.running:
                 self._advance()
         told, self._told = self._told, []
@@ -196,29 +173,48 @@ class Batch:
     def _session(self) -> Session:
         return Session(self.model, self.form, self.page_tokens, draft=self.slots > 0)
 
-    def _admit(self) -> None:
-        """Read the prompt that has waited longest, draw its first token, give it a row."""
+    def _read_next(self) -> None:
+        """Read the prompt that has waited longest and draw its first token."""
         job, session = self.waiting[0], self._session()
-        logits = session.prefill(job.prompt, True, self.prefill, halo=self.halo, cut=self.cut,
-                                 chunk=self.chunk)                      # [1,1,V]
-        cache = session.cache if self._cache is None else join([self._cache, session.cache])
+        try:
+            logits = session.prefill(job.prompt, True, self.prefill, halo=self.halo,
+                                     cut=self.cut, chunk=self.chunk)    # [1,1,V]
+        except Exception as error:
+            self._give_up(job, error)
+            raise
         self.waiting.popleft()
-        self.running, self._cache = [*self.running, job], cache
-        self._due.append((job, 0, None, logits[0, -1]))
+        self._entering.append((job, session.cache))
+        self._due.append(_Due(job, 0, None, logits[0, -1], None, False))
         for counts in (self.counts, job.counts):
             counts.prefills += 1
             counts.prompt_tokens += len(job.prompt)
         self._say()
-        self._dismiss()
+        self._dismiss()                 # a text may end with its first token
+
+    def _enter(self) -> None:
+        """All that were read get their rows, which are copied once."""
+        if self._entering:
+            caches = [cache for _, cache in self._entering]
+            if self._cache is not None:
+                caches.insert(0, self._cache)
+            cache = join(caches) if len(caches) > 1 else caches[0]
+            self.running = [*self.running, *(job for job, _ in self._entering)]
+            self._cache, self._entering = cache, []
 
     def _dismiss(self) -> None:
         """Requests that have ended give up their rows."""
+        self._entering = [(job, cache) for job, cache in self._entering if not job.done]
         stay = [row for row, job in enumerate(self.running) if not job.done]
         if len(stay) == len(self.running):
             return
         assert self._cache is not None
         cache = select(self._cache, stay) if stay else None
         self.running, self._cache = [self.running[row] for row in stay], cache
+
+    def _give_up(self, job: Job, error: Exception) -> None:
+        """A request that failed leaves: it would fail again, and the others wait."""
+        job.error = error
+        self.leave(job)
 
     # ------------------------------------------------------------------ a step
     def _advance(self) -> None:
@@ -237,10 +233,10 @@ class Batch:
             lengths = self.policy.lengths([p.survival for p in proposals])
             emissions = verify(self.model, cache, requests, proposals, lengths,
                                self.tokenizer.vocab_size)
-            due = [(job, len(job.ids) + place, id_, logits)
+            due = [_Due(job, len(job.ids) + place, id_, logits, target, place < emission.accepted)
                    for job, emission in zip(jobs, emissions, strict=True)
-                   for place, (id_, logits) in enumerate(
-                       zip(emission.ids, emission.logits, strict=True))]
+                   for place, (id_, logits, target) in enumerate(
+                       zip(emission.ids, emission.logits, emission.targets, strict=True))]
         except BaseException:
             cache.settle()
             if not torch.equal(cache.lengths, start):
@@ -249,6 +245,7 @@ class Batch:
                 job.generator.set_state(source)
             raise
         self._due.extend(due)
+        self.policy.done()
         verified, before = time.perf_counter(), self.counts.emitted
         self.counts.steps += 1
         for job, proposal, emission in zip(jobs, proposals, emissions, strict=True):
@@ -264,13 +261,18 @@ class Batch:
     def _say(self) -> None:
         """Turn decided ids into text. What lies behind the end of a text is dropped."""
         while self._due:
-            job, place, id_, logits = self._due[0]
-            if not job.done and place == len(job.ids):
-                event = job.take(logits, id_)
+            due = self._due[0]
+            job = due.job
+            if not job.done and due.place == len(job.ids):
+                try:
+                    event = job.take(due.logits, due.id, due.target)
+                except Exception as error:
+                    self._give_up(job, error)
+                    raise
                 self._told.append((job, event))
-                if place:
-                    self.counts.emitted += 1
-                    job.counts.emitted += 1
+                if due.place:
+                    self.counts.stayed(due.draft)
+                    job.counts.stayed(due.draft)
             self._due.popleft()
 
 

@@ -24,6 +24,11 @@ def checked_slots(slots: object, trained: int) -> int:
     return slots
 
 
+def block_note(slots: int, trained: int) -> str:
+    """What must be said of a block that is longer than in training; "" for any other."""
+    return f"drafted {slots} slots, trained for {trained}" if slots > trained else ""
+
+
 def draft_at(model: Transformer, ids: torch.Tensor, anchors: torch.Tensor,
              previous: torch.Tensor | None = None, slots: int | None = None) -> Taps:
     """See `Lab.draft`: ids [B,T], anchors [B,A], previous [B,A*n] -> taps `dspark.*`."""

@@ -122,9 +122,10 @@ class Generation(Transcript):
                 emission = speculator.step(self.session.model, cache, request,
                                            self.tokenizer.vocab_size)
             self._decode_seconds += time.perf_counter() - started
-            for id_, logits in zip(emission.ids, emission.logits, strict=True):
+            for place, id_ in enumerate(emission.ids):
                 started = time.perf_counter()
-                event = self.take(logits, id_)
+                event = self.take(emission.logits[place], id_, emission.targets[place])
+                speculator.stayed(emission, place)
                 self._decode_seconds += time.perf_counter() - started
                 yield event
                 if self.stop_reason is not None:

@@ -13,7 +13,8 @@ slot j. A rule that admits slot j only if slot j+1 looks good verifies some toke
 others, and the text is no longer distributed as the target's: it favours tokens after which the
 draft is sure of itself. Every policy here decides on slot j from what was drafted before slot j
 of that request, in admitted slots of others, and in steps that are over. All of them are
-lossless; they differ in speed alone.
+lossless; they differ in speed alone. A step that fails and is tried again drafts the same
+tokens, so it is not over: what a policy keeps of a step counts from `Policy.done` on.
 
 Source: DSpark paper (DeepSpec repository), hardware-aware prefix scheduler.
 """
@@ -52,7 +53,9 @@ class StepRate:
     """SPS(B): steps a second of the target with B tokens in its batch, from measured points.
 
     Between two points the *seconds* of a step are interpolated linearly, as more tokens add about
-    the same time each. Outside the measured range nothing is known and nothing is answered.
+    the same time each. With fewer tokens than were measured the rate is that of the fewest, which
+    is too low if anything: a batch that drains goes on, and rates, whatever they are, do not
+    touch the text. Beyond the most tokens nothing is known and nothing is answered.
     """
 
     def __init__(self, points: Mapping[int, float]) -> None:
@@ -77,12 +80,13 @@ class StepRate:
         return self._tokens[-1]
 
     def __call__(self, tokens: int) -> float:
-        """Steps a second with so many tokens; InputError outside the measured range."""
-        if tokens in self.points:
-            return self.points[tokens]
-        if not self.smallest < tokens < self.largest:
+        """Steps a second with so many tokens; InputError for none, or more than were measured."""
+        if not 1 <= tokens <= self.largest:
             raise InputError(f"no step rate for {tokens} tokens: it was measured for "
                              f"{self.smallest} to {self.largest}; measure it there too")
+        tokens = max(tokens, self.smallest)
+        if tokens in self.points:
+            return self.points[tokens]
         at = bisect_left(self._tokens, tokens)
         low, high = self._tokens[at - 1 : at + 1]
         share = (tokens - low) / (high - low)
@@ -119,7 +123,7 @@ class StepRate:
 
 # ------------------------------------------------------------------------------ policies
 class Policy(ABC):
-    """Chooses verify lengths, step by step."""
+    """Chooses verify lengths, step by step: `lengths`, and `done` when the step has been taken."""
 
     @property
     def limit(self) -> int | None:
@@ -136,8 +140,11 @@ class Policy(ABC):
         """Survivals of every request's slots -> a verify length 0..n for each.
 
         Rows may differ in length and may be empty. InputError for a row that rises or leaves
-        0..1, as `survival` never does.
+        0..1, as `survival` never does. Asked again before `done`, it is the same step again.
         """
+
+    def done(self) -> None:  # noqa: B027
+        """The step of the last `lengths` is over: its tokens are decided."""
 
     def reset(self) -> None:  # noqa: B027  (most policies keep nothing)
         """Forget the steps so far: another batch begins."""
@@ -194,7 +201,7 @@ class PrefixScheduler(Policy):
     does depends on tokens that have not been admitted.
 
     Slots beyond the largest measured batch are not admitted, as nobody knows what they cost.
-    InputError when even the requests alone are outside the measured range.
+    InputError when the requests alone are more tokens than were measured.
     """
 
     rate: StepRate
@@ -231,6 +238,9 @@ class DelayedBudget(Policy):
     rate: StepRate
     delay: int = 2
     history: deque[list[float]] = field(init=False)     # survivals of the last `delay` steps
+    # Of the step under way. It enters the history when the step is over: a step that is tried
+    # again would otherwise find its own confidences there, as those of a step before.
+    staged: list[float] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if not _whole(self.delay) or self.delay < 1:
@@ -245,13 +255,19 @@ class DelayedBudget(Policy):
             return found
         old = self.history[0] if len(self.history) == self.delay else []
         slots = best_first(rows)
-        self.history.append([a for a, _, _ in slots])
         for _, _, request in slots[: self._budget(len(rows), old)]:
             found[request] += 1
+        self.staged = [a for a, _, _ in slots]
         return found
+
+    def done(self) -> None:
+        if self.staged is not None:
+            self.history.append(self.staged)
+            self.staged = None
 
     def reset(self) -> None:
         self.history.clear()
+        self.staged = None
 
     def _budget(self, requests: int, old: Sequence[float]) -> int:
         """The best number of slots beside so many requests; `old` survivals, best first."""

@@ -45,11 +45,13 @@ class Proposal:
     distributions  [V] each: what the ids were drawn from
     survival       a_1 >= a_2 >= ..: probability that the slot and all before it are accepted,
                    as the draft believes (calibrated)
+    confidence_logits  what the head said of each slot, before any temperature
     """
 
     ids: list[int] = field(default_factory=list)
     distributions: list[torch.Tensor] = field(default_factory=list)
     survival: list[float] = field(default_factory=list)
+    confidence_logits: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -59,12 +61,14 @@ class Emission:
     ids       the accepted drafts, then the token that the target adds: at least one
     logits    [len(ids), V] of the target, where each id was decided
     verified  how many drafts it read; accepted: how many of them stayed
+    targets   [V] each: what the logits came to under the request's sampling
     """
 
     ids: list[int]
     logits: torch.Tensor
     verified: int
     accepted: int
+    targets: list[torch.Tensor]
 
 
 def needs_draft(model: Transformer, cache: Cache) -> None:
@@ -110,9 +114,12 @@ def propose(model: Transformer, cache: Cache, requests: Sequence[Request], vocab
                 previous[row] = id_ = sample(p, request.generator)
                 proposal.ids.append(id_)
                 proposal.distributions.append(p)
-    sure = calibrated(torch.stack(confidences, dim=1), temperatures or [1.0])       # [R,n]
-    for request, proposal, row in zip(requests, proposals, sure.tolist(), strict=True):
-        proposal.survival = survival(row[: request.slots])
+    said = torch.stack(confidences, dim=1)                                          # [R,n]
+    sure = calibrated(said, temperatures or [1.0])
+    for request, proposal, row, logits_row in zip(
+            requests, proposals, sure.tolist(), said.tolist(), strict=True):
+        proposal.survival = survival(row[: max(0, request.slots)])
+        proposal.confidence_logits = logits_row[: max(0, request.slots)]
     return proposals
 
 
@@ -124,7 +131,9 @@ def verify(model: Transformer, cache: Cache, requests: Sequence[Request],
 
     Afterwards the cache holds, of each request, its anchor and the accepted drafts; the last id
     of its emission is the next anchor. A step that is cut short leaves the cache as before.
+    InputError for lengths that are not one a request, each within what was drafted for it.
     """
+    _check_lengths(lengths, proposals)
     counts = torch.tensor([1 + n for n in lengths], device=model.device)            # [R]
     ids = torch.zeros(len(requests), 1 + max(lengths), dtype=torch.int64)           # [R,T]
     for row, (request, proposal, n) in enumerate(zip(requests, proposals, lengths, strict=True)):
@@ -157,4 +166,14 @@ def _judge(request: Request, proposal: Proposal, n: int, logits: torch.Tensor) -
     verdict = verification.verify(targets, proposal.distributions[:n], proposal.ids[:n],
                                   request.generator)
     ids = [*proposal.ids[: verdict.accepted], verdict.next_id]
-    return Emission(ids, logits[: len(ids)], n, verdict.accepted)
+    return Emission(ids, logits[: len(ids)], n, verdict.accepted, targets[: len(ids)])
+
+
+def _check_lengths(lengths: Sequence[int], proposals: Sequence[Proposal]) -> None:
+    drafted = [len(proposal.ids) for proposal in proposals]
+    if len(lengths) != len(drafted) or any(
+            not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= most
+            for n, most in zip(lengths, drafted, strict=True)):
+        raise InputError(f"the policy's lengths are {list(lengths)} and {drafted} slots were "
+                         "drafted: it must give one whole number for each request, from 0 to "
+                         "its slots")

@@ -93,14 +93,20 @@ class Transcript:
         self._decoder = tokenizer.stream()
         self._filter = StopFilter(checked_stops(stop))
 
-    def take(self, logits: torch.Tensor, decided: int | None = None) -> Event:
-        """Logits [V] -> the next id (drawn here, or decided), its text, whether it was the last."""
+    def take(self, logits: torch.Tensor, decided: int | None = None,
+             drawn_from: torch.Tensor | None = None) -> Event:
+        """Logits [V] -> the next id (drawn here, or decided), its text, whether it was the last.
+
+        drawn_from: their `distribution` under `sampling`, where it is known already.
+        """
         # Ids that pad the vocabulary have no text; they cannot be drawn.
         logits = logits[: self.tokenizer.vocab_size]
         s = self.sampling
         with one_thread():                                              # V numbers: one is enough
             model = distribution(logits)
-            drawn_from = distribution(logits, s.temperature, s.top_k, s.top_p)
+            if drawn_from is None:
+                drawn_from = (model if s == Sampling() else
+                              distribution(logits, s.temperature, s.top_k, s.top_p))
             candidates = self._likeliest(model, drawn_from)
             id_ = sample(drawn_from, self.generator) if decided is None else decided
         reason: StopReason | None = None

@@ -191,6 +191,7 @@ def emitted_law(toy: Toy, policy: Policy, requests: int, count: int
         for drafted in itertools.product(*(blocks(texts[r]) for r in going)):
             after = copy.deepcopy(policy)
             lengths = after.lengths([block[2] for block in drafted])
+            after.done()
             chance = math.prod(block[1] for block in drafted)
             emitted = [verified(texts[r], block[0][:n])
                        for r, block, n in zip(going, drafted, lengths, strict=True)]

@@ -76,9 +76,8 @@ def try_drafts(model: Transformer, text: torch.Tensor, sampling: Sampling, *, ev
             emissions = verify(model, cache, requests, proposals, [n] * len(part), vocabulary)
             done = anchor + 1                                 # keep the anchor: it is of the text
             cache.rewind(torch.full((len(part),), done, device=model.device))
-            a = torch.tensor([p.survival for p in proposals], dtype=torch.float64)      # [R,n]
-            c = a / torch.cat([torch.ones(len(a), 1, dtype=a.dtype), a[:, :-1]], dim=1)
-            logits.append(torch.logit(c, eps=1e-7))
+            logits.append(torch.tensor([p.confidence_logits for p in proposals],
+                                       dtype=torch.float64))                            # [R,n]
             count = torch.tensor([e.accepted for e in emissions])
             survived.append(torch.arange(n) < count[:, None])
             rows.append(torch.arange(first, first + len(part)))
