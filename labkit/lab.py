@@ -277,7 +277,7 @@ class Lab:
         """
         if self.model.mtp is None:
             raise InputError(f"{self.source or 'this model'} has no draft: its checkpoint holds "
-                             "no mtp.* tensors")
+                             "no mtp.* tensors; `labkit train-draft` makes some")
         ids = as_ids(self.encode(ids) if isinstance(ids, str) else ids)
         return draft_at(self.model, ids, as_ids(anchor_positions, "anchor_positions"),
                         None if previous_token_ids is None
