@@ -7,6 +7,7 @@ import functools
 import torch
 
 from labkit.engine.sampling import Sampling
+from labkit.engine.session import Session
 from labkit.mutants.models import DRAFT, random_model, small_config
 
 GREEDY, PLAIN = Sampling(temperature=0), Sampling()
@@ -20,6 +21,12 @@ def model(**changes):
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def session_of(ids, target=None, **options):
+    session = Session(target or model(), page_tokens=4, **options)
+    session.prefill(ids)
+    return session
 
 
 class Letters:

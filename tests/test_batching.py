@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
+import itertools
 
 import pytest
 import torch
+from batching_helpers import POLICIES, alone, batch_of, must_equal
 from draft_helpers import GREEDY, Letters, V, echo, model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reuse_helpers import same_state, text
 
 import labkit
-from labkit.engine.batching import Batch, Counts, measure_steps, profile_steps, spread
-from labkit.engine.generate import Generation
+from labkit.cache.rows import join
+from labkit.engine import speculation
+from labkit.engine.batching import Batch, Counts
 from labkit.engine.sampling import Sampling
 from labkit.engine.scheduling import (
     DelayedBudget,
@@ -27,31 +29,6 @@ from labkit.engine.session import Session
 from labkit.engine.speculator import Speculator
 from labkit.errors import InputError
 from labkit.mutants.models import random_model, small_config
-
-RATE = StepRate({1: 10.0, 4: 9.0, 8: 6.5, 40: 2.0})
-POLICIES = {
-    "plain": lambda: None, "none": NoDraft, "fixed 1": lambda: Fixed(1),
-    "fixed 5": lambda: Fixed(5), "threshold": lambda: Threshold(0.2),
-    "scheduler": lambda: PrefixScheduler(RATE), "delayed": lambda: DelayedBudget(RATE),
-}
-
-
-def batch_of(policy=None, slots=None, target=None, **options):
-    return Batch(target or model(), Letters(), policy, slots, page_tokens=4, **options)
-
-
-def alone(ids, count, sampling=GREEDY, stop=None, seed=None, speculator=None, target=None,
-          **options):
-    session = Session(target or model(), page_tokens=4)
-    generation = Generation(session, Letters(), ids, count, sampling, stop, seed,
-                            speculator=speculator, **options)
-    list(generation)
-    return generation
-
-
-def must_equal(job, expected):
-    assert (job.ids, job.text, job.stop_reason) == (
-        expected.ids, expected.text, expected.stop_reason)
 
 
 # ---------------------------------------------------------------------------- the same texts
@@ -180,6 +157,36 @@ def test_requests_that_leave_are_gone_and_the_others_go_on():
         must_equal(jobs[n], alone(prompts[n], 20, target=echo()))
 
 
+@pytest.mark.parametrize("policy", (PrefixScheduler, DelayedBudget))
+def test_a_batch_drains_below_what_was_measured(policy):
+    batch = batch_of(policy(StepRate({4: 5.0, 16: 4.0})), target=echo())
+    jobs = [batch.add(text(echo(), 3 + n, n), 4 + 3 * n, GREEDY) for n in range(4)]
+    list(batch.run())
+    assert {step.requests for step in batch.steps} > {1, 4}
+    assert batch.counts.verified > 0
+    for n, job in enumerate(jobs):
+        must_equal(job, alone(text(echo(), 3 + n, n), 4 + 3 * n, target=echo()))
+
+
+def test_all_that_arrive_together_are_joined_at_once(monkeypatch):
+    joined = []
+    monkeypatch.setattr("labkit.engine.batching.join",
+                        lambda caches: joined.append(len(caches)) or join(caches))
+    batch = batch_of(limit=8, target=echo())
+    jobs = [batch.add(text(echo(), 3, n), 1 if n == 2 else 9, GREEDY) for n in range(6)]
+    batch.step()
+    assert joined == [5] and jobs[2].done       # who ends with the first token needs no row
+    jobs += [batch.add(text(echo(), 3, n), 9, GREEDY) for n in range(6, 9)]
+    batch.step()
+    assert joined == [5, 4] and len(batch.running) == 8
+
+
+def test_a_block_longer_than_trained_is_labelled():
+    longer, other = batch_of(Fixed(8), slots=8), batch_of(Fixed(8))
+    assert (longer.slots, longer.trained_slots, other.slots) == (8, 3, 3)
+    assert "; drafted 8 slots, trained for 3)" in repr(longer) and "trained" not in repr(other)
+
+
 def test_a_batch_with_nothing_to_do_does_nothing():
     batch = batch_of()
     assert not batch.busy and batch.step() == [] and list(batch.run()) == []
@@ -232,13 +239,35 @@ def test_every_pass_and_token_is_counted(policy, monkeypatch):
         assert any(len(set(lengths)) > 1 for lengths in steps)
 
 
-def test_tokens_behind_the_end_of_a_text_are_not_emitted():
-    ids = text(echo(), 6, 1)
-    whole = alone(ids, 20, target=echo())
-    batch = batch_of(Fixed(3), target=echo())
-    job = batch.add(ids, 20, GREEDY, stop=whole.text[2])
-    list(batch.run())
-    assert len(job.ids) - 1 == job.counts.emitted < job.counts.steps + job.counts.accepted
+def test_only_what_is_in_the_text_counts_as_accepted_and_emitted(monkeypatch):
+    """Alike in a batch and alone, wherever in a block the text ends."""
+    verify, emissions, behind = speculation.verify, [], []
+
+    def watched(*args):
+        emissions.extend(found := verify(*args))
+        return found
+
+    monkeypatch.setattr("labkit.engine.batching.verify", watched)
+    prompts = [text(echo(), 6, seed) for seed in range(4)]
+    texts = [alone(ids, 20, target=echo()).text for ids in prompts]
+    for (ids, whole), place in itertools.product(zip(prompts, texts, strict=True), range(3, 19, 3)):
+        emissions.clear()
+        batch = batch_of(Fixed(3), target=echo())
+        job = batch.add(ids, 20, GREEDY, stop=whole[place - 1 : place + 1])
+        list(batch.run())
+        drafts = [k < e.accepted for e in emissions for k in range(len(e.ids))]
+        c, told = batch.counts, alone(
+            ids, 20, stop=whole[place - 1 : place + 1], target=echo(),
+            speculator=Speculator(echo(), None, Fixed(3))).stats.speculation
+        assert job.stop_reason == "stop"
+        assert c.emitted == len(job.ids) - 1 == job.counts.emitted
+        assert c.accepted == sum(drafts[: c.emitted]) == job.counts.accepted
+        assert c.verified == sum(e.verified for e in emissions)
+        assert (c.steps, c.verified, c.accepted) == (told.steps, told.verified, told.accepted)
+        assert c.tokens_per_step == told.tokens_per_step and c.acceptance == told.acceptance
+        behind.append(sum(drafts) - c.accepted)
+    print(f"accepted drafts that lie behind the end of the text: {behind}")
+    assert max(behind) > 0
 
 
 def test_a_request_never_drafts_beyond_its_own_end():
@@ -248,64 +277,6 @@ def test_a_request_never_drafts_beyond_its_own_end():
     list(batch.run())
     assert short.counts.drafted == 0 and short.counts.steps == 1
     assert long.counts.drafted > 0 and len(long.ids) == 12
-
-
-# ---------------------------------------------------------------------------- interrupts
-PLACES = ("engine.batching.join", "engine.batching.select", "engine.batching.propose",
-          "engine.batching.verify", "engine.speculation.distribution",
-          "engine.verification.verify", "engine.session.Session.prefill",
-          "engine.transcript.distribution", "engine.transcript.Transcript.take",
-          "engine.scheduling.Fixed.lengths", "cache.cache.Cache.rewind",
-          "cache.cache.Cache.commit", "cache.window.WindowRing.commit",
-          "cache.recent.Recent.gathered", "cache.store.GlobalStore.gathered",
-          "model.dspark.DSpark.forward", "model.attention.Attention.forward")
-
-
-def place_of(name):
-    owner, _, attribute = f"labkit.{name}".rpartition(".")
-    try:
-        return importlib.import_module(owner), attribute
-    except ModuleNotFoundError:
-        module, _, kind = owner.rpartition(".")
-        return getattr(importlib.import_module(module), kind), attribute
-
-
-@pytest.mark.parametrize("late", (False, True), ids=("before", "after"))
-@pytest.mark.parametrize("place", PLACES)
-def test_ctrl_c_at_any_call_loses_no_token_of_no_request(place, late, monkeypatch):
-    """Cut at one call and soon again at another; the texts go on as if nothing was."""
-    owner, name = place_of(place)
-    plain = owner.__dict__[name]
-    call_it = plain.__func__ if isinstance(plain, (classmethod, staticmethod)) else plain
-    prompts = [text(echo(), 3 + 4 * n, n) for n in range(3)]
-    counts = (7, 3, 10)
-    expected = [alone(ids, n, target=echo()) for n, ids in zip(counts, prompts, strict=True)]
-    cuts = 0
-    for first in (1, 2, 4, 7, 12):
-        calls = 0
-
-        def cut(*args, _first=first, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls in (_first, _first + 4) and not late:
-                raise KeyboardInterrupt
-            found = call_it(*args, **kwargs)
-            if calls in (_first, _first + 4) and late:
-                raise KeyboardInterrupt
-            return found
-
-        batch = batch_of(Fixed(2), target=echo(), limit=2)
-        jobs = [batch.add(ids, n, GREEDY) for n, ids in zip(counts, prompts, strict=True)]
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, type(plain)(cut) if call_it is not plain else cut)
-            while batch.busy:
-                try:
-                    batch.step()
-                except KeyboardInterrupt:
-                    cuts += 1
-        for job, whole in zip(jobs, expected, strict=True):
-            must_equal(job, whole)
-    assert cuts, f"{place} was never called"
 
 
 # ---------------------------------------------------------------------------- bad input
@@ -341,60 +312,6 @@ def test_a_policy_that_gives_up_leaves_the_batch_as_it_was():
     list(batch.run())
     for ids, job in zip(prompts, jobs, strict=True):
         must_equal(job, alone(ids, 6, target=echo()))
-
-
-# ---------------------------------------------------------------------------- the step rate
-@given(st.integers(1, 9), st.integers(0, 5), st.data())
-def test_verify_lengths_are_spread_raggedly(requests, slots, data):
-    total = data.draw(st.integers(0, requests * slots))
-    lengths = spread(total, requests, slots, torch.Generator().manual_seed(1))
-    assert sum(lengths) == total and len(lengths) == requests
-    assert all(0 <= n <= slots for n in lengths)
-
-
-def test_the_step_rate_is_measured_at_real_widths(monkeypatch):
-    target, seen = model(), []
-    forward = type(target).forward
-
-    def watched(self, ids, lengths=None, **options):
-        if lengths is not None:
-            seen.append(tuple(lengths.tolist()))
-        return forward(self, ids, lengths, **options)
-
-    monkeypatch.setattr(type(target), "forward", watched)
-    prompts = [text(target, 6 + n, n) for n in range(5)]
-    found = measure_steps(target, Letters(), prompts, (1, 4), repeats=3, page_tokens=4)
-    slots = target.config.dspark_block_size
-    assert {m.requests for m in found} == {1, 4}
-    for R in (1, 4):
-        widths = [m.tokens for m in found if m.requests == R]
-        assert widths == sorted(set(widths)) and widths[0] == R and widths[-1] == R * (1 + slots)
-        for tokens in widths:
-            steps = [lengths for lengths in seen if len(lengths) == R and sum(lengths) == tokens]
-            assert len(steps) >= 4                          # one to warm up
-    assert all(m.seconds > 0 and m.repeats == 3 for m in found)
-    ragged = [lengths for lengths in seen if len(set(lengths)) > 1]
-    assert len(set(ragged)) > 10
-    rate = profile_steps(target, Letters(), prompts, (1, 4), repeats=3, page_tokens=4)
-    assert (rate.smallest, rate.largest) == (1, 4 * (1 + slots))
-    assert set(rate.points) == {m.tokens for m in found}
-    assert StepRate.from_dict(rate.to_dict()) == rate
-
-
-def test_a_profile_of_plain_steps_needs_no_draft():
-    bare = random_model(small_config())
-    rate = profile_steps(bare, Letters(), [text(bare, 5, 1)], (1, 2), slots=0, repeats=2,
-                         page_tokens=4)
-    assert set(rate.points) == {1, 2}
-
-
-def test_a_profile_that_cannot_be_measured_is_refused():
-    with pytest.raises(InputError, match="at least one prompt"):
-        profile_steps(model(), Letters(), [], (1,))
-    with pytest.raises(InputError, match="requests are"):
-        profile_steps(model(), Letters(), [[1]], ())
-    with pytest.raises(InputError, match="repeats is 0"):
-        profile_steps(model(), Letters(), [[1]], (1,), repeats=0)
 
 
 def test_a_lab_has_batches():
