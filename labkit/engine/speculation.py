@@ -74,8 +74,8 @@ class Emission:
 def needs_draft(model: Transformer, cache: Cache) -> None:
     """InputError where nothing can be drafted: no draft, or a past without its windows."""
     if model.mtp is None:
-        raise InputError("speculation needs a draft: this model's checkpoint holds no mtp.* "
-                         "tensors")
+        raise InputError("speculation needs a draft, and this model's checkpoint holds no mtp.* "
+                         "tensors: train one with `labkit train-draft`")
     if not cache.draft_windows:
         raise InputError("speculation needs a session with the draft's windows: make it with "
                          "draft=True")
