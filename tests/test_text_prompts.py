@@ -37,6 +37,15 @@ def test_code_and_counting_are_what_they_say(tokenizer):
     assert [int(n) for n in numbers] == list(range(int(numbers[0]), int(numbers[0]) + len(numbers)))
 
 
+def test_a_code_prompt_never_changes(tokenizer):
+    # figures that were measured on this domain stay comparable
+    assert tokenizer.decode(prompts("code", tokenizer, 1, 80)[0][1:]).startswith(
+        "def set_number(self, number):\n    self.number = number + 9\n"
+        "    return self.number\n\n"
+        "def set_answer(self, answer):\n    self.answer = answer + 6\n"
+        "    return self.answer\n\n")
+
+
 @pytest.mark.parametrize("words, said", [
     (("poetry", 1, 10), "choose one of prose, code, counting"), (("prose", 0, 10), "at least 1"),
     (("prose", 1, 1), "2 tokens"), (("prose", 1, 10**7), "fewer than"),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from labkit.errors import InputError
 from labkit.text.corpus import load_corpus
+from labkit.text.synthetic import function
 from labkit.text.tokenizer import Tokenizer
 
 
@@ -55,17 +56,8 @@ def _written(line: Callable[[random.Random], str], tokenizer: Tokenizer, count: 
     return found
 
 
-NAMES = ("name", "total", "count", "value", "letter", "answer", "number", "table")
-
-
-def _function(rng: random.Random) -> str:
-    name, number = rng.choice(NAMES), rng.randrange(10)
-    return (f"def set_{name}(self, {name}):\n    self.{name} = {name} + {number}\n"
-            f"    return self.{name}\n\n")
-
-
 def _code(tokenizer: Tokenizer, count: int, length: int, rng: random.Random) -> list[list[int]]:
-    return _written(_function, tokenizer, count, length, rng)
+    return _written(function, tokenizer, count, length, rng)
 
 
 def _counting(tokenizer: Tokenizer, count: int, length: int,
