@@ -11,7 +11,7 @@ from labkit.cache.blocks import WindowState
 from labkit.engine.prefix_cache import PrefixCache, model_digest
 from labkit.engine.session import Session
 from labkit.errors import InputError, StoreError
-from labkit.mutants.models import random_ids, random_model, small_config
+from labkit.mutants.models import DRAFT, random_ids, random_model, small_config
 from labkit.mutants.rules import FP64, close
 from labkit.store import DiskStore
 
@@ -278,6 +278,15 @@ def test_the_digest_tells_models_vocabularies_and_forms_apart(model):
         swapped.layers[3].ffn.experts[2].w1.weight[1, 1] += 1e-3
     seen.add(model_digest(swapped, cache))
     assert len(seen) == 7
+
+
+def test_pages_outlive_a_draft_that_is_trained_anew():
+    drafted, again = random_model(small_config(**DRAFT)), random_model(small_config(**DRAFT))
+    with torch.no_grad():
+        for p in again.mtp.parameters():
+            p.add_(1e-2)
+    cache = drafted.new_cache()
+    assert model_digest(drafted, cache) == model_digest(again, cache)
 
 
 def test_bad_input_is_refused(model, ids):

@@ -232,13 +232,16 @@ def model_digest(model: Transformer, cache: Cache) -> str:
     """32 hexadecimal digits that change with the model, its vocabulary or the pages' form.
 
     Of each parameter the name, the shape and up to 4,096 values evenly spread over it enter,
-    so that a model of any size has a digest at once.
+    so that a model of any size has a digest at once. Pages hold nothing of the draft's, so its
+    weights do not enter: they outlive a draft that is trained anew.
     """
     found = hashlib.blake2b(digest_size=16)
     head = (model.config.to_dict(), cache.form, cache.page_tokens, str(cache.dtype), "1")
     found.update(repr(head).encode())
     found.update(model.engram_classes.cpu().numpy().tobytes())
     for name, parameter in sorted(model.named_parameters()):
+        if name.startswith("mtp."):
+            continue
         flat = parameter.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // SAMPLE)].double().cpu()
         found.update(repr((name, tuple(parameter.shape))).encode() + sample.numpy().tobytes())
