@@ -218,13 +218,14 @@ def costs_table(lab: Lab, options: argparse.Namespace) -> None:
     model, n = lab.model, options.slots
     text = prompts("prose", lab.tokenizer, 1, options.length)[0]
     vocabulary = lab.tokenizer.vocab_size
-    session = Session(model)
-    session.prefill(text[:-1])
+    session, bare = Session(model), Session(model, draft=False)  # plain decoding fills no windows
+    for each in (session, bare):
+        each.prefill(text[:-1])
     request = Request(text[-1], Sampling(temperature=0), torch.Generator().manual_seed(0), n)
     kept: list[Proposal] = propose(model, session.cache, [request], vocabulary)
 
     def plain() -> None:
-        verify(model, session.fork().cache, [request], [Proposal()], [0], vocabulary)
+        verify(model, bare.fork().cache, [request], [Proposal()], [0], vocabulary)
 
     def draft() -> None:
         propose(model, session.cache, [request], vocabulary)
