@@ -31,7 +31,7 @@ FLOORS = [
     ["viz"],
     ["explorers"],
     ["exercises", "mutants"],
-    ["cli", "doctor", "tables", "__main__"],
+    ["cli", "cli_training", "doctor", "tables", "__main__"],
 ]
 FLOOR_OF = {name: level for level, names in enumerate(FLOORS) for name in names}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from labkit.errors import InputError
 from labkit.train.state import load_run, save_run
 
 
-class TrainingRun:
+class TrainingRun(ABC):
     """One run in one folder: `log.jsonl`, `state.safetensors`.
 
     A subclass calls `resume` at the end of its constructor and says what a step is (`one_step`),
@@ -83,17 +84,17 @@ class TrainingRun:
         finally:
             bar.close()
 
+    @abstractmethod
     def one_step(self) -> dict[str, Any]:
         """Forward, backward, update; what the log records of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def glance(self) -> dict[str, Any]:
         """What the log records at times, of the model as it would be shipped."""
-        raise NotImplementedError
 
+    @abstractmethod
     def postfix(self, facts: dict[str, Any]) -> dict[str, str]:
         """What the progress bar shows of a step."""
-        raise NotImplementedError
 
     def set_rates(self, factor: float) -> None:
         """Learning rates of the coming update: `factor` of every group's peak."""
