@@ -13,12 +13,19 @@ def train(
         "runs/mini"),
     preset: Annotated[str, typer.Option(help="Configuration to train.")] = "mini",
     steps: Annotated[int, typer.Option(help="Length of the whole run.")] = 2400,
-    batch: Annotated[int, typer.Option(help="Sequences a step.")] = 2,
-    length: Annotated[int, typer.Option(help="Tokens a sequence.")] = 1024,
     seed: Annotated[int, typer.Option(help="Of weights, batches and samples.")] = 0,
+    start: Annotated[Path | None, typer.Option(
+        help="Checkpoint folder whose weights the run starts from.")] = None,
+    cooldown: Annotated[float, typer.Option(
+        help="Share of the steps in which the learning rates fall; 0: another run follows.")] = 0.5,
+    rounding_from: Annotated[float, typer.Option(
+        help="Share of the steps after which all is rounded as shipped.")] = 0.85,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier run there.")] = False,
 ) -> None:
-    """Train a preset on the corpus; the same command goes on where it stopped.
+    """Train a preset on novels and synthetic text; the same command goes on where it stopped.
+
+    It begins on short rows without selection and ends with the whole context, the selection, and
+    weights and cache rounded as shipped. From the weights of another run it goes on with the last.
 
     Ctrl-C saves and stops. `labkit export` writes the result as a checkpoint.
 
@@ -26,10 +33,12 @@ def train(
     Examples:
       labkit train
       labkit train --run runs/try --steps 200 --fresh
+      labkit train --run runs/more --steps 500 --start /tmp/mini-bf16
     """
     from labkit.train.command import train_preset
 
-    train_preset(run, preset, fresh, steps=steps, batch=batch, length=length, seed=seed)
+    train_preset(run, preset, fresh, start, steps=steps, seed=seed, cooldown=cooldown,
+                 rounding_from=rounding_from)
 
 
 def train_draft(

@@ -20,7 +20,6 @@ from labkit.text.synthetic import (
     documents,
     fact_table,
     function,
-    mixture,
     recall,
 )
 from labkit.text.tokenizer import Tokenizer
@@ -202,38 +201,6 @@ def test_novel_passages_are_the_whole_novels_once_before_any_again(tokenizer):
     assert all(any(text in novel for novel in load_corpus("heldout").values()) for text in texts)
 
 
-# -- the mixture --------------------------------------------------------------------------------
-
-SHARES = {"novels": 0.5, "needle": 0.2, "code": 0.15, "arithmetic": 0.1, "facts": 0.05}
-
-
-def test_shares_are_respected_and_recorded(tokenizer):
-    mixed = mixture(tokenizer, "train", 7, SHARES, length=512)
-    counted, numbers = Counter(), Counter()
-    for d in islice(mixed, 400):
-        assert d.index == numbers[d.kind] and d.split == "train" and d.seed == 7
-        counted[d.kind] += len(d.ids)
-        numbers[d.kind] += 1
-    total = sum(counted.values())
-    print({kind: round(counted[kind] / total, 4) for kind in SHARES})
-    for kind, share in SHARES.items():
-        assert mixed.given[kind] == {"documents": numbers[kind], "tokens": counted[kind]}
-        assert -512 * 4 <= counted[kind] - share * total <= 512
-    record = mixed.record()
-    assert record == {"split": "train", "seed": 7, "length": 512, "shares": SHARES,
-                      "given": mixed.given}
-    next(mixed)
-    assert record["given"] != mixed.given  # a record does not move on
-    again = mixture(tokenizer, "train", 7, SHARES, length=512)
-    assert [d.text for d in islice(again, 30)] == [
-        d.text for d in islice(mixture(tokenizer, "train", 7, SHARES, length=512), 30)]
-
-
-def test_a_kind_without_a_share_never_comes(tokenizer):
-    mixed = mixture(tokenizer, "heldout", 0, {"facts": 1, "code": 0}, length=256)
-    assert {d.kind for d in islice(mixed, 20)} == {"facts"}
-
-
 # -- bad input ----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("call, said", [
@@ -247,10 +214,6 @@ def test_a_kind_without_a_share_never_comes(tokenizer):
     (lambda t: recall(t, 64, 100), "128 tokens or more"),
     (lambda t: recall(t, 64, 512, others=-1), "others is -1"),
     (lambda t: recall(t, 90_000, 100_000), "no heldout novel has a run"),
-    (lambda t: mixture(t, "train", 0, {"code": 0.5}), "all together 1"),
-    (lambda t: mixture(t, "train", 0, {"code": 1.5, "facts": -0.5}), "from 0 to 1"),
-    (lambda t: mixture(t, "train", 0, {}), "all together 1"),
-    (lambda t: mixture(t, "train", 0, {"poetry": 1}), "choose one of"),
 ])
 def test_bad_input(tokenizer, call, said):
     with pytest.raises(InputError, match=said):

@@ -21,6 +21,7 @@ from labkit.kernels.reference import MINUS_INF, routed_experts
 __all__ = ["fuse", "index_scores", "routed_experts", "select_top", "sparse_attention"]
 
 select_top = cpu.select_top
+WHOLE = 4  # where a selection holds a quarter of the entries, masking is faster than gathering
 
 
 @functools.cache
@@ -82,40 +83,45 @@ class _Attention(torch.autograd.Function):
         columns = F.pad(window.to(half), (0, 0, 0, tail)).unfold(1, 2 * W, W)  # [B,blocks,d,2W]
         columns = columns.reshape(B * blocks, d, 2 * W)
         seen = _band(T, W, start)                                       # [B,T,1,2W]
-        local = torch.bmm(rows, columns).float().reshape(B, blocks * W, H, 2 * W)[:, :T]
-        parts = [local.mul(scale).masked_fill_(~seen, MINUS_INF)]
-        picked = index = None
-        if entries is not None:
-            S = entries.shape[1]
+        local = torch.bmm(rows, columns).reshape(B, blocks * W, H, 2 * W)[:, :T]
+        picked = index = chosen = allowed = None
+        S = 0 if entries is None else entries.shape[1]
+        if S and selected.shape[-1] * WHOLE >= S:  # all entries at once, most are selected
+            picked = entries.to(half)                                   # [B,S,d]
+            chosen = torch.bmm(q.to(half).reshape(B, T * H, d), picked.transpose(1, 2))
+            chosen, allowed = chosen.reshape(B, T, H, S), _mask(selected, S)
+        elif S:
             index = (selected.clamp(min=0) + torch.arange(B)[:, None, None] * S).reshape(B * T, -1)
             picked = F.embedding(index, entries.to(half).reshape(B * S, d))  # [B*T,K,d]
-            chosen = torch.bmm(q.to(half).reshape(B * T, H, d), picked.transpose(1, 2)).float()
-            chosen = chosen.mul_(scale).reshape(B, T, H, -1)
-            parts.append(chosen.masked_fill_((selected < 0)[:, :, None], MINUS_INF))
-        parts.append(sink.float().expand(B, T, H)[..., None])
-        weights = torch.softmax(torch.cat(parts, dim=-1), dim=-1).to(half)  # [B,T,H,2W+K+1]
+            chosen = torch.bmm(q.to(half).reshape(B * T, H, d), picked.transpose(1, 2))
+            chosen, allowed = chosen.reshape(B, T, H, -1), selected >= 0
+        far = None
+        if chosen is None or allowed is None:
+            near, rest = fuse(_probabilities)(local, seen, sink.float(), scale)
+        else:
+            near, far, rest = fuse(_probabilities_of_both)(
+                local, seen, chosen, allowed[:, :, None], sink.float(), scale)
 
-        near = F.pad(weights[..., : 2 * W], (0, 0, 0, 0, 0, tail)).reshape(B * blocks, W * H, 2 * W)
-        out = torch.bmm(near, columns.transpose(1, 2)).reshape(B, blocks * W, H, d)[:, :T].float()
-        if picked is not None:
-            far = weights[..., 2 * W : -1].reshape(B * T, H, -1)
+        block = F.pad(near, (0, 0, 0, 0, 0, tail)).reshape(B * blocks, W * H, 2 * W)
+        out = torch.bmm(block, columns.transpose(1, 2)).reshape(B, blocks * W, H, d)[:, :T].float()
+        if picked is not None and far is not None:
+            far = far.reshape(picked.shape[0], -1, picked.shape[1])     # [B,T*H,S] or [B*T,H,K]
             out = out + torch.bmm(far, picked).reshape(B, T, H, d)
-        ctx.save_for_backward(rows, columns, picked, index, weights, out)
-        ctx.sizes = (B, T, H, d, W, blocks, tail, None if entries is None else entries.shape[1])
+        ctx.save_for_backward(rows, columns, picked, index, near, far, rest, out)
+        ctx.sizes = (B, T, H, d, W, blocks, tail, S)
         return out
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        rows, columns, picked, index, weights, out = ctx.saved_tensors
+        rows, columns, picked, index, near, far, rest, out = ctx.saved_tensors
         B, T, H, d, W, blocks, tail, S = ctx.sizes
         half, scale = torch.bfloat16, d**-0.5
         delta = (grad * out).sum(-1, keepdim=True)                      # [B,T,H,1]
         dout = grad.to(half)
         dblock = F.pad(dout, (0, 0, 0, 0, 0, tail)).reshape(B * blocks, W * H, d)
 
-        dweights = torch.bmm(dblock, columns).reshape(B, blocks * W, H, 2 * W)[:, :T]
-        near = weights[..., : 2 * W]
-        dscores = (near * (dweights - delta)).mul_(scale).to(half)      # [B,T,H,2W]
+        dnear = torch.bmm(dblock, columns).reshape(B, blocks * W, H, 2 * W)[:, :T]
+        dscores = fuse(_back_through_softmax)(near, dnear, delta, scale)    # [B,T,H,2W]
         dscores = F.pad(dscores, (0, 0, 0, 0, 0, tail)).reshape(B * blocks, W * H, 2 * W)
         near = F.pad(near, (0, 0, 0, 0, 0, tail)).reshape(B * blocks, W * H, 2 * W)
         dq = torch.bmm(dscores, columns.transpose(1, 2)).reshape(B, blocks * W, H, d)[:, :T].float()
@@ -130,18 +136,52 @@ class _Attention(torch.autograd.Function):
 
         dentries = None
         if picked is not None:
-            flat = dout.reshape(B * T, H, d)
-            far = weights[..., 2 * W : -1].reshape(B * T, H, -1)
-            dfar = torch.bmm(flat, picked.transpose(1, 2))              # [B*T,H,K]
-            dchosen = (far * (dfar - delta.reshape(B * T, H, 1))).mul_(scale).to(half)
+            rows_of = picked.shape[0]                                   # B, or B*T of K each
+            flat = dout.reshape(rows_of, -1, d)
+            dfar = torch.bmm(flat, picked.transpose(1, 2))              # [B,T*H,S] or [B*T,H,K]
+            dchosen = fuse(_back_through_softmax)(far, dfar, delta.reshape(rows_of, -1, 1), scale)
             dq = dq + torch.bmm(dchosen, picked).reshape(B, T, H, d)
-            query = rows.reshape(B, blocks * W, H, d)[:, :T].reshape(B * T, H, d)
-            dpicked = torch.bmm(torch.cat([dchosen, far], 1).transpose(1, 2),
-                                torch.cat([query, flat], 1))            # [B*T,K,d]
-            dentries = torch.ops.aten.embedding_dense_backward(
-                dpicked.float(), index, B * S, -1, False).reshape(B, S, d)
-        dsink = -(weights[..., -1:].float() * delta).sum((0, 1, 3))     # [H]
+            query = rows.reshape(B, blocks * W, H, d)[:, :T].reshape(rows_of, -1, d)
+            dentries = torch.bmm(torch.cat([dchosen, far], 1).transpose(1, 2),
+                                 torch.cat([query, flat], 1)).float()   # [B,S,d] or [B*T,K,d]
+            if index is not None:
+                dentries = torch.ops.aten.embedding_dense_backward(
+                    dentries, index, B * S, -1, False).reshape(B, S, d)
+        dsink = -(rest * delta).sum((0, 1, 3))                          # [H]
         return dq, dwindow, dentries, None, dsink, None
+
+
+def _probabilities(local, seen, sink, scale):  # type: ignore[no-untyped-def]
+    """Softmax over window scores [B,T,H,2W] and a sink [H]: [B,T,H,2W] in bf16, [B,T,H,1]."""
+    scores = (local.float() * scale).masked_fill(~seen, MINUS_INF)
+    sink = sink[:, None]
+    top = torch.maximum(scores.amax(-1, keepdim=True), sink)
+    near, rest = (scores - top).exp(), (sink - top).exp()
+    total = near.sum(-1, keepdim=True) + rest
+    return (near / total).to(local.dtype), rest / total
+
+
+def _probabilities_of_both(local, seen, chosen, allowed, sink, scale):  # type: ignore[no-untyped-def]
+    """One softmax over window scores, entry scores [B,T,H,K] and a sink, in three parts."""
+    scores = (local.float() * scale).masked_fill(~seen, MINUS_INF)
+    others = (chosen.float() * scale).masked_fill(~allowed, MINUS_INF)
+    sink = sink[:, None]
+    top = torch.maximum(torch.maximum(scores.amax(-1, keepdim=True),
+                                      others.amax(-1, keepdim=True)), sink)
+    near, far, rest = (scores - top).exp(), (others - top).exp(), (sink - top).exp()
+    total = near.sum(-1, keepdim=True) + far.sum(-1, keepdim=True) + rest
+    return (near / total).to(local.dtype), (far / total).to(local.dtype), rest / total
+
+
+def _back_through_softmax(p, dp, delta, scale):  # type: ignore[no-untyped-def]
+    """Gradient of the scores, in the dtype of p, from probabilities and their gradient."""
+    return (p * (dp.float() - delta) * scale).to(p.dtype)
+
+
+def _mask(selected: torch.Tensor, S: int) -> torch.Tensor:
+    """selected [B,T,K], -1 = none -> [B,T,S]: True where an entry is selected."""
+    mask = torch.zeros(*selected.shape[:2], S + 1, dtype=torch.bool)
+    return mask.scatter_(-1, selected.masked_fill(selected < 0, S), True)[..., :S]
 
 
 def _band(T: int, W: int, start: torch.Tensor) -> torch.Tensor:

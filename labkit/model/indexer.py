@@ -21,6 +21,9 @@ from labkit.model.run import Run
 CHUNK_ELEMENTS = 1 << 24
 # Keys are unpacked for so many entries at a time: all at once, a million would take 0.5 GB.
 KEY_BLOCK = 1 << 16
+# Who picks the entries that a query attends to. "index" is the model; the others are controls,
+# and "all" (no top-k, no pool) is how training begins, when the index has learnt nothing yet.
+SELECTING = ("index", "all", "random", "none")
 
 
 class Indexer(nn.Module):
@@ -86,10 +89,16 @@ class Indexer(nn.Module):
         parts = [run.kernels.index_scores(q, block, weights) for block in blocks_of_keys]
         scores = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]   # [B,t,S]
         seen = visible(positions, self.role.ratio, keys.length)
+        if run.selecting == "random":
+            scores = chance(positions, keys.length, self.role.layer)
         scores = scores.masked_fill(~seen, MINUS_INF)
         blocks = scores.new_empty(*scores.shape[:2], 0, dtype=torch.bool)
         if self.role.publishes_candidates:
             blocks = candidate_blocks(scores, positions, self.role.ratio, self.config, run)
+        if run.selecting in ("all", "none"):
+            size = keys.length if run.selecting == "all" else 0
+            return run.kernels.select_top(seen.to(scores.dtype).masked_fill(~seen, MINUS_INF),
+                                          size), blocks
         if self.role.uses_candidates:
             assert run.published.candidates is not None
             pool = run.rows(run.published.candidates)
@@ -109,6 +118,18 @@ def visible(positions: torch.Tensor, ratio: int, entries: int) -> torch.Tensor:
     """[B,T,S]: query at position i sees the floor((i+1)/r) groups that are complete by then."""
     number = torch.arange(entries, device=positions.device)
     return number < ((positions + 1) // ratio)[..., None]
+
+
+def chance(positions: torch.Tensor, entries: int, layer: int) -> torch.Tensor:
+    """Scores [B,T,S] that mean nothing: a hash of position, entry and layer, 0 .. 2^24 - 1.
+
+    No generator: the same query draws the same entries in any chunking.
+    """
+    mixed = positions[..., None] * 0x9E3779B1 + (
+        torch.arange(entries, device=positions.device) + 1) * 0x85EBCA77 + layer * 0xC2B2AE3D
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
+    return ((mixed ^ (mixed >> 15)) >> 8).float()
 
 
 def candidate_blocks(scores: torch.Tensor, positions: torch.Tensor, ratio: int,

@@ -31,6 +31,17 @@ def _novels(tokenizer: Tokenizer, split: Split) -> tuple[_Novel, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=4)
+def words(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Words that are one token with the space before them, frequent ones first."""
+    each = (tokenizer.token_bytes(id_) for id_ in range(tokenizer.vocab_size))
+    found = tuple(b.decode() for b in each
+                  if b.isascii() and b[:1] == b" " and b[1:].isalpha())
+    if not found:
+        raise InputError(f"the vocabulary {tokenizer.source} has no token that is a whole word")
+    return found
+
+
 def filler(tokenizer: Tokenizer, split: Split, size: int, rng: random.Random) -> list[str]:
     """Words (with their spaces and stops) of one run of a novel, `size` tokens together.
 

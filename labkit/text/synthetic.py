@@ -1,6 +1,8 @@
 """Text written by code, with a structure that is known: what a mini trains and is examined on.
 
 needle      a key and its value, novel text of a stated length, and the key again: recall
+copy        a row of words said over and over
+pairs       names and numbers listed over and over in changing order: recall, densely
 code        classes of boilerplate: the same runs of tokens again and again
 arithmetic  sums, differences and products, one a line, all right
 facts       sentences about invented people from a fixed table, word for word every time
@@ -17,7 +19,7 @@ from __future__ import annotations
 import math
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, count
@@ -25,7 +27,7 @@ from textwrap import indent
 
 from labkit.errors import InputError
 from labkit.text.corpus import Split
-from labkit.text.passages import filler, passage
+from labkit.text.passages import filler, passage, words
 from labkit.text.tokenizer import Tokenizer
 
 SHORTEST_DOCUMENT = 128
@@ -182,7 +184,30 @@ def recall(tokenizer: Tokenizer, distance: int, length: int, *, split: Split = "
     return Document("needle", split, seed, index, "".join(parts), ids, answers)
 
 
-# -- (b) code-like boilerplate ---------------------------------------------------------------
+# -- (b) copying ------------------------------------------------------------------------------
+
+COPIED = 64  # words: from so few, looking back for what came next is learnt within minutes
+
+
+def _copy(tokenizer: Tokenizer, split: Split, seed: int, rng: random.Random) -> Iterator[str]:
+    """A row of frequent words, over and over."""
+    row = rng.choices(words(tokenizer)[:COPIED], k=rng.randint(6, 24))
+    while True:
+        yield from row
+
+
+# -- (c) pairs -------------------------------------------------------------------------------
+
+def _pairs(tokenizer: Tokenizer, split: Split, seed: int,
+           rng: random.Random) -> Iterator[str]:
+    """A few names with their numbers, over and over, each time in another order."""
+    pairs = [f"{invented(rng)} {rng.randrange(1000, 10_000)}\n" for _ in range(rng.randint(2, 12))]
+    while True:
+        rng.shuffle(pairs)
+        yield from pairs
+
+
+# -- (d) code-like boilerplate ---------------------------------------------------------------
 
 NAMES = ("name", "total", "count", "value", "letter", "answer", "number", "table")
 
@@ -194,7 +219,8 @@ def function(rng: random.Random, names: tuple[str, ...] = NAMES) -> str:
             f"    return self.{name}\n\n")
 
 
-def _code(split: Split, seed: int, rng: random.Random) -> Iterator[str]:
+def _code(tokenizer: Tokenizer, split: Split, seed: int,
+          rng: random.Random) -> Iterator[str]:
     """A class: two fields of the usual names and two invented ones, then methods of them."""
     names = (*rng.sample(NAMES, 2), invented(rng).lower(), invented(rng).lower())
     yield f"class {invented(rng)}:\n" + "".join(f"    {name} = 0\n" for name in names) + "\n"
@@ -207,7 +233,7 @@ def _code(split: Split, seed: int, rng: random.Random) -> Iterator[str]:
         )), "    ")
 
 
-# -- (c) arithmetic ----------------------------------------------------------------------------
+# -- (e) arithmetic ----------------------------------------------------------------------------
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b,
@@ -219,7 +245,8 @@ def question_split(question: str) -> Split:
     return "heldout" if zlib.crc32(question.encode()) % 10 == 0 else "train"
 
 
-def _arithmetic(split: Split, seed: int, rng: random.Random) -> Iterator[str]:
+def _arithmetic(tokenizer: Tokenizer, split: Split, seed: int,
+                rng: random.Random) -> Iterator[str]:
     while True:
         sign = rng.choice(tuple(OPERATIONS))
         a, b = sorted((rng.randrange(100), rng.randrange(100)), reverse=True)
@@ -230,7 +257,7 @@ def _arithmetic(split: Split, seed: int, rng: random.Random) -> Iterator[str]:
             yield f"{question} = {OPERATIONS[sign](a, b)}\n"
 
 
-# -- (d) names and facts -----------------------------------------------------------------------
+# -- (f) names and facts -----------------------------------------------------------------------
 
 TRADES = ("baker", "carpenter", "doctor", "farmer", "lawyer", "merchant", "painter", "teacher")
 PEOPLE = 64
@@ -273,7 +300,8 @@ def fact_table(seed: int, split: Split) -> tuple[Fact, ...]:
     return tuple(table[: PEOPLE // 2] if split == "train" else table[PEOPLE // 2 :])
 
 
-def _facts(split: Split, seed: int, rng: random.Random) -> Iterator[str]:
+def _facts(tokenizer: Tokenizer, split: Split, seed: int,
+           rng: random.Random) -> Iterator[str]:
     """The half of the table in a random order, over and over."""
     while True:
         table = list(fact_table(seed, split))
@@ -283,7 +311,8 @@ def _facts(split: Split, seed: int, rng: random.Random) -> Iterator[str]:
 
 # -- documents -----------------------------------------------------------------------------------
 
-WRITTEN = {"code": _code, "arithmetic": _arithmetic, "facts": _facts}
+WRITTEN = {"copy": _copy, "pairs": _pairs, "code": _code, "arithmetic": _arithmetic,
+           "facts": _facts}
 KINDS = ("needle", *WRITTEN, "novels")
 
 
@@ -304,7 +333,7 @@ def document(kind: str, tokenizer: Tokenizer, *, split: Split = "train", seed: i
 
     needle: four keys, one asked again at a distance drawn evenly in its logarithm up to the
     length, the others after it; the text is no longer than that takes, so answers are dense.
-    code, arithmetic and facts: as many whole blocks as fit a size drawn in the same way.
+    the others: as many whole blocks as fit a size drawn in the same way.
     InputError for unknown words or a length below `SHORTEST_DOCUMENT`.
     """
     _check(kind, split, length, index)
@@ -318,7 +347,7 @@ def document(kind: str, tokenizer: Tokenizer, *, split: Split = "train", seed: i
         return Document(kind, split, seed, index, "".join(parts), ids, answers)
     size = round(SHORTEST_DOCUMENT * math.exp(rng.random() * math.log(length / SHORTEST_DOCUMENT)))
     text, used = "", 0
-    for block in WRITTEN[kind](split, seed, rng):  # whole blocks, as many as fit
+    for block in WRITTEN[kind](tokenizer, split, seed, rng):  # whole blocks, as many as fit
         used += len(tokenizer.encode(block))
         if used > size:
             break
@@ -332,45 +361,3 @@ def documents(kind: str, tokenizer: Tokenizer, *, split: Split = "train", seed: 
     _check(kind, split, length, start)
     return (document(kind, tokenizer, split=split, seed=seed, index=index, length=length)
             for index in count(start))
-
-
-class Mixture(Iterator[Document]):
-    """Documents of several kinds, without end, by shares of the tokens.
-
-    given: kind -> {"documents", "tokens"} so far. Next comes the kind that is furthest behind
-    its share, so none is ever more than one document ahead of its share.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, split: Split, seed: int,
-                 shares: Mapping[str, float], length: int) -> None:
-        for kind in shares:
-            _check(kind, split, length)
-        if not all(0 <= share <= 1 for share in shares.values()) or not math.isclose(
-                sum(shares.values()), 1, abs_tol=1e-6):
-            raise InputError(f"shares are {dict(shares)}: each must be from 0 to 1 and all "
-                             "together 1")
-        self._make = {"tokenizer": tokenizer, "split": split, "seed": seed, "length": length}
-        self.shares = dict(shares)
-        self.given = {kind: {"documents": 0, "tokens": 0} for kind in shares}
-
-    def __next__(self) -> Document:
-        total = sum(given["tokens"] for given in self.given.values())
-        kind = max((kind for kind, share in self.shares.items() if share), key=lambda kind: (
-            self.shares[kind] * (total + 1) - self.given[kind]["tokens"]))
-        index = self.given[kind]["documents"]
-        found = document(kind, index=index, **self._make)  # type: ignore[arg-type]
-        self.given[kind]["documents"] += 1
-        self.given[kind]["tokens"] += len(found.ids)
-        return found
-
-    def record(self) -> dict[str, object]:
-        """What a training record keeps: enough to give the same documents again."""
-        return {"split": self._make["split"], "seed": self._make["seed"],
-                "length": self._make["length"], "shares": self.shares,
-                "given": {kind: dict(given) for kind, given in self.given.items()}}
-
-
-def mixture(tokenizer: Tokenizer, split: Split, seed: int, shares: Mapping[str, float], *,
-            length: int = 2048) -> Mixture:
-    """An iterator over `KINDS` by `shares` (kind -> part of the tokens, together 1)."""
-    return Mixture(tokenizer, split, seed, shares, length)

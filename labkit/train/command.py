@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
+from labkit.checkpoint.layout import parameters
 from labkit.checkpoint.writer import write_checkpoint
 from labkit.config import ModelConfig
 from labkit.engine.calibration import FILE as CALIBRATION
 from labkit.errors import CheckpointError, InputError
+from labkit.lab import load
 from labkit.paths import data_dir
 from labkit.text.tokenizer import Tokenizer
-from labkit.train.batches import Batches
-from labkit.train.loop import Options, Trainer
+from labkit.train.loop import FROM_NOTHING, FROM_WEIGHTS, Options, Stage, Trainer
 from labkit.train.run import TrainingRun
 from labkit.train.state import read_weights
 
@@ -37,17 +38,29 @@ def preset_tokenizer(preset: str) -> tuple[ModelConfig, Tokenizer]:
     return ModelConfig.preset(preset), Tokenizer.from_file(data_dir() / preset)
 
 
-def train_preset(run: Path, preset: str, fresh: bool, **options: Any) -> None:
-    """Start or continue the run in folder `run`; log and state stay there."""
+def train_preset(run: Path, preset: str, fresh: bool, start: Path | None = None,
+                 **options: Any) -> None:
+    """Start or continue the run in folder `run`; log and state stay there.
+
+    start: a checkpoint of the preset's shape whose weights it starts from, instead of random ones.
+    """
     config, tokenizer = preset_tokenizer(preset)
-    check_sizes(config, options, ("steps", "batch", "length"))
+    if start is not None:
+        options.setdefault("stages", FROM_WEIGHTS)
+    if preset == "nano":  # its 512 tokens join words, where synthetic text must be cut
+        options.setdefault("stages", (Stage(1.0, 512, 128, "index", {"novels": 1.0}),))
+    check_sizes(config, options, ("steps",), max(
+        stage.length for stage in options.get("stages", FROM_NOTHING)))
     if fresh:
         forget(run)
-    trainer = Trainer(config, tokenizer, run, Options(**options))
-    check_batches(trainer.batches)
+    first = None if start is None else load(start, device="cpu").model
+    if first is not None and shapes(first.config) != shapes(config):
+        raise InputError(f"{start} is no checkpoint of preset {preset}: its tensors have other "
+                         "names or shapes")
+    trainer = Trainer(config, tokenizer, run, Options(**options), first)
     count = sum(p.numel() for p in trainer.model.parameters())
-    print(f"{preset}: {count:,} parameters, {trainer.batches.steps_per_epoch} steps an epoch, "
-          f"from step {trainer.step} to {trainer.options.steps}, in {run}", flush=True)
+    print(f"{preset}: {count:,} parameters, from step {trainer.step} to {trainer.options.steps}, "
+          f"in {run}", flush=True)
     run_to_end(trainer)
     result = trainer.look()
     trainer.log({"step": trainer.step, "seconds": round(trainer.seconds, 1),
@@ -55,21 +68,20 @@ def train_preset(run: Path, preset: str, fresh: bool, **options: Any) -> None:
     print(f"held-out text: {result:.4f} bits per byte, rounded as shipped")
 
 
-def check_sizes(config: ModelConfig, options: Mapping[str, Any], names: Iterable[str]) -> None:
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of all parameters of the backbone, by checkpoint key."""
+    return {name: shape for name, shape in parameters(config) if not name.startswith("mtp.")}
+
+
+def check_sizes(config: ModelConfig, options: Mapping[str, Any], names: Iterable[str],
+                length: int) -> None:
     """InputError unless these options are 1 or more and a sequence fits the context."""
     for name in names:
         if options[name] < 1:
             raise InputError(f"{name} is {options[name]}: must be at least 1")
-    if options["length"] > config.max_position_embeddings:
-        raise InputError(f"length {options['length']} exceeds the context of the model, "
+    if length > config.max_position_embeddings:
+        raise InputError(f"length {length} exceeds the context of the model, "
                          f"{config.max_position_embeddings}")
-
-
-def check_batches(batches: Batches) -> None:
-    """InputError if the corpus does not fill one batch."""
-    if batches.steps_per_epoch < 1:
-        raise InputError(f"batch {batches.batch} is more than the {batches.pieces} "
-                         f"pieces of {batches.length} tokens that the corpus gives")
 
 
 def forget(run: Path) -> None:

@@ -14,7 +14,7 @@ from labkit.engine.calibration import FILE as CALIBRATION
 from labkit.engine.calibration import save_calibration, target_digest
 from labkit.errors import CheckpointError, InputError
 from labkit.lab import load, model_folder
-from labkit.train.command import check_batches, check_sizes, forget, run_to_end
+from labkit.train.command import check_sizes, forget, run_to_end
 from labkit.train.draft_figures import DraftFigures, measure_draft
 from labkit.train.drafter import DraftOptions, DraftTrainer, draft_config
 
@@ -23,14 +23,14 @@ def train_draft(run: Path, source: str, fresh: bool, **options: Any) -> None:
     """Start or continue a run in folder `run` that trains the draft of a checkpoint."""
     lab = load(model_folder(source), device="cpu")      # as all of training
     config = draft_config(lab.config)
-    check_sizes(config, options, ("steps", "batch", "length", "anchors"))
+    check_sizes(config, options, ("steps", "batch", "length", "anchors"),
+                options["length"])
     if options["length"] <= config.dspark_block_size:
         raise InputError(f"length is {options['length']}: must be more than the draft's block of "
                          f"{config.dspark_block_size} slots")
     if fresh:
         forget(run)
     trainer = DraftTrainer(lab, run, DraftOptions(**options))
-    check_batches(trainer.batches)
     count = sum(p.numel() for p in trainer.trained.parameters())
     print(f"draft of {source}: {count:,} parameters in {config.num_nextn_predict_layers} stages, "
           f"from step {trainer.step} to {trainer.options.steps}, in {run}", flush=True)

@@ -8,7 +8,7 @@ to be drawn left to right.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from labkit.text.tokenizer import Tokenizer
 from labkit.trace import Taps
 from labkit.train.balance import balance_experts
 from labkit.train.batches import Batches
-from labkit.train.loop import exact_kernels, rounded_weights
+from labkit.train.loop import SHARES, backbone, exact_kernels, rounded_weights
 from labkit.train.losses import draft_loss, total_variation
 from labkit.train.optimizers import optimizers, schedule
 from labkit.train.run import TrainingRun
@@ -56,6 +56,7 @@ class DraftOptions:
     half: bool = True             # matrix products in bf16
     balance: float = 5e-3         # step of the gates' biases towards equal load
     updates: int = 2              # updates for one pass of the target, each with other anchors
+    shares: dict[str, float] = field(default_factory=lambda: dict(SHARES))
     target: str = ""              # digest of the target, filled in by the trainer
 
 
@@ -139,8 +140,7 @@ def with_new_draft(lab: Lab, kernel_set: str, seed: int) -> Transformer:
     config = draft_config(lab.config)
     model = Transformer(config, lab.model.engram_classes, kernel_set, True, draft=True)
     init_weights(model, seed)
-    backbone = {n: p for n, p in lab.model.state_dict().items() if not n.startswith("mtp.")}
-    missing = model.load_state_dict(backbone, strict=False).missing_keys
+    missing = model.load_state_dict(backbone(lab.model), strict=False).missing_keys
     assert all(name.startswith("mtp.") for name in missing), missing
     assert model.mtp is not None
     trainable = {n for n, p in model.named_parameters() if n.startswith("mtp.") and p.requires_grad}
@@ -159,7 +159,8 @@ class DraftTrainer(TrainingRun):
         model = with_new_draft(lab, options.kernels, options.seed)
         super().__init__(folder, replace(options, target=target_digest(model)))
         self.config, self.tokenizer, self.model = lab.config, lab.tokenizer, model
-        self.batches = Batches(lab.tokenizer, options.batch, options.length, options.seed)
+        self.batches = Batches(lab.tokenizer, options.batch, options.length, options.seed,
+                               options.shares)
         self._reading: tuple[int, Reading] | None = None
         # Under its checkpoint names: mtp.0.attn.wq_a.weight ...
         trained = nn.ModuleDict({"mtp": cast(nn.Module, model.mtp)})

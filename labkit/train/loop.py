@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from labkit.checkpoint.weights import fake_quantize_weight
 from labkit.config import ModelConfig
+from labkit.engine.calibration import target_digest
 from labkit.model.init import init_weights
 from labkit.model.transformer import Transformer
 from labkit.text.engram_map import checked_classes
@@ -25,24 +26,58 @@ from labkit.train.losses import index_loss, next_token_loss, wanted_taps
 from labkit.train.optimizers import optimizers, schedule
 from labkit.train.run import TrainingRun
 
+# Parts of the rows. The novels are the text; the rest has a structure that can be examined.
+SHARES = {"novels": 0.45, "needle": 0.25, "pairs": 0.06, "code": 0.11, "facts": 0.08,
+          "arithmetic": 0.05}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run: up to which share of its steps, what it reads, who selects."""
+
+    until: float
+    tokens: int = 2048            # a step
+    length: int = 2048            # tokens a row
+    selecting: str = "index"      # `labkit.model.indexer.SELECTING`
+    shares: dict[str, float] = field(default_factory=lambda: dict(SHARES))
+
+
+# Copying comes first and alone: looking back for what followed is learnt within minutes from few
+# words, and not at all within a million tokens of everything. An index that has learnt nothing
+# selects at random, and what is not selected is not learnt: so the first stages are dense, and
+# the index learns what attention looks at (a dense warm-up, as DeepSeek-V3.2's). The selection and
+# the whole context come last.
+FROM_NOTHING = (
+    Stage(0.07, 1024, 128, "all", {"copy": 1.0}),
+    Stage(0.45, 2048, 256, "all", {"novels": 0.35, "needle": 0.2, "pairs": 0.2, "copy": 0.03,
+                                   "code": 0.1, "facts": 0.08, "arithmetic": 0.04}),
+    Stage(0.6, 2048, 512, "index", {"novels": 0.4, "needle": 0.25, "pairs": 0.1, "copy": 0.02,
+                                    "code": 0.1, "facts": 0.08, "arithmetic": 0.05}),
+    Stage(1.0),
+)
+FROM_WEIGHTS = (Stage(1.0),)
+
 
 @dataclass(frozen=True)
 class Options:
     """Everything that, with the code and the corpus, determines a run."""
 
     steps: int = 2000
-    batch: int = 2                # sequences a step
-    length: int = 1024            # tokens a sequence
     seed: int = 0
     lr: float = 2e-3              # AdamW
     muon_lr: float = 1e-2
+    table_lr: float = 1e-2        # rows of the Engram tables
     weight_decay: float = 0.1
     warmup: int = 60
     clip: float = 1.0
-    index_queries: int = 96       # positions a step at which the indexer is compared
-    rounding_from: float = 0.8    # share of the steps after which cache and weights are rounded
+    balance: float = 1e-3         # step of the gates' biases towards equal load
+    index_queries: int = 192      # tokens a step at which the indexer is compared
+    rounding_from: float = 0.85   # share of the steps after which cache and weights are rounded
+    cooldown: float = 0.5         # share of the steps in which the learning rates fall
+    stages: tuple[Stage, ...] = FROM_NOTHING
     kernels: str = "train"
     half: bool = True             # matrix products in bf16
+    start: str = ""               # digest of the weights that it starts from; "": random ones
 
 
 @contextlib.contextmanager
@@ -65,57 +100,113 @@ def rounded_weights(model: nn.Module) -> Iterator[None]:
 
 
 class Trainer(TrainingRun):
-    """Trains a model of random weights on the corpus."""
+    """Trains a model on the corpus, from random weights or from those of another."""
 
     options: Options
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer, folder: Path,
-                 options: Options) -> None:
+                 options: Options, start: Transformer | None = None) -> None:
+        """start: of the same shape; its weights are copied."""
+        if start is not None:
+            options = replace(options, start=target_digest(start))
         super().__init__(folder, options)
         self.config, self.tokenizer = config, tokenizer
         self.model = Transformer(config, checked_classes(config, tokenizer), options.kernels, False)
         init_weights(self.model, options.seed)
-        self.batches = Batches(tokenizer, options.batch, options.length, options.seed)
+        if start is not None:
+            self.model.load_state_dict(backbone(start))
+        self.by_kind: dict[str, list[float]] = {}       # losses of the rows since the last log
+        self.batches = [Batches(tokenizer, stage.tokens // stage.length, stage.length,
+                                options.seed + number, stage.shares)
+                        for number, stage in enumerate(options.stages)]
         self.resume(self.model, optimizers(self.model, options.lr, options.muon_lr,
-                                           options.weight_decay))
+                                           options.weight_decay, options.table_lr))
+
+    @property
+    def ends(self) -> list[int]:
+        """Of every stage, the first step that is not its."""
+        return [round(stage.until * self.options.steps) for stage in self.options.stages]
+
+    def stage(self, step: int) -> tuple[int, int]:
+        """The stage of a step, and how many of its steps lie before it."""
+        number = sum(step >= end for end in self.ends[:-1])
+        return number, step - (self.ends[number - 1] if number else 0)
+
+    @property
+    def tokens(self) -> int:
+        """Read by the end of the step that is running."""
+        total, begin = 0, 0
+        for stage, end in zip(self.options.stages, self.ends, strict=True):
+            total += stage.tokens * max(0, min(self.step + 1, end) - begin)
+            begin = end
+        return total
 
     def one_step(self) -> dict[str, Any]:
         o = self.options
-        ids, targets = self.batches(self.step)
+        number, within = self.stage(self.step)
+        stage = o.stages[number]
+        ids, targets = self.batches[number](within)
         late = self.step >= o.rounding_from * o.steps
-        self.model.cache_rounding = late
+        self.model.cache_rounding, self.model.selecting = late, stage.selecting
         taps = Taps(wanted_taps(self.config), keep_graph=True)
         rng = torch.Generator().manual_seed(o.seed * 1_000_003 + self.step)
-        queries = torch.randperm(o.length, generator=rng)[: o.index_queries].sort().values
+        queries = torch.randperm(stage.length, generator=rng)
+        queries = queries[: max(1, o.index_queries * stage.length // stage.tokens)].sort().values
         with rounded_weights(self.model) if late else contextlib.nullcontext():
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=o.half):
                 logits = self.model(ids, taps=taps).logits                # [B,T,V]
-            loss = next_token_loss(logits, targets)
+            losses = next_token_loss(logits, targets)                     # [B]
+            loss = losses.mean()
             distance = index_loss(self.config, taps, queries)
             (loss + distance).backward()
-        factor = schedule(self.step, o.steps, o.warmup)
+        factor = schedule(self.step, o.steps, o.warmup, o.cooldown)
         norm = self.update(factor, o.clip)
-        worst = balance_experts(self.model, taps)
-        return {"step": self.step + 1, "loss": round(loss.item(), 4),
+        worst = balance_experts(self.model, taps, o.balance)
+        for (kind, _), value in zip(self.batches[number].kinds(within), losses.tolist(),
+                                    strict=True):
+            self.by_kind.setdefault(kind, []).append(value)
+        return {"step": self.step + 1, "tokens": self.tokens, "length": stage.length,
+                "loss": round(loss.item(), 4),
                 "index_loss": round(distance.item(), 4), "gradient_norm": round(norm, 3),
                 "lr": factor, "expert_load_max": round(worst, 2), "rounding": late}
 
     def look(self, limit: int | None = None) -> float:
         """Held-out bits per byte of the model as it would be shipped: rounded weights and cache."""
-        kernels, self.model.kernels = self.model.kernels, exact_kernels()
-        rounding, self.model.cache_rounding = self.model.cache_rounding, True
-        try:
-            with rounded_weights(self.model):
-                return bits_per_byte(self.model, self.tokenizer, length=self.options.length,
-                                     stride=self.options.length // 2, limit=limit)
-        finally:
-            self.model.kernels, self.model.cache_rounding = kernels, rounding
+        with measured(self.model), rounded_weights(self.model):
+            return bits_per_byte(self.model, self.tokenizer, length=self.length,
+                                 stride=self.length // 2, limit=limit)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest rows."""
+        return max(stage.length for stage in self.options.stages)
+
+    def log(self, facts: dict[str, Any]) -> None:
+        kinds = {kind: round(sum(rows) / len(rows), 4) for kind, rows in self.by_kind.items()}
+        self.by_kind = {}
+        super().log(facts | ({"loss_by_kind": kinds} if kinds else {}))
 
     def glance(self) -> dict[str, Any]:
         return {"heldout_bits_per_byte": round(self.look(limit=24), 4)}
 
     def postfix(self, facts: dict[str, Any]) -> dict[str, str]:
         return {"loss": f"{facts['loss']:.3f}", "index": f"{facts['index_loss']:.3f}"}
+
+
+def backbone(model: Transformer) -> dict[str, torch.Tensor]:
+    """Weights by checkpoint key, without those of a draft."""
+    return {n: p for n, p in model.state_dict().items() if not n.startswith("mtp.")}
+
+
+@contextlib.contextmanager
+def measured(model: Transformer) -> Iterator[None]:
+    """Inside, the model computes as a reader of its checkpoint would, however it is trained."""
+    before = model.kernels, model.cache_rounding, model.selecting
+    model.kernels, model.cache_rounding, model.selecting = exact_kernels(), True, "index"
+    try:
+        yield
+    finally:
+        model.kernels, model.cache_rounding, model.selecting = before
 
 
 def exact_kernels() -> Any:

@@ -15,8 +15,9 @@ from labkit.model.indexer import visible
 
 
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats; logits [B,T,V], targets [B,T]."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    """Mean cross-entropy of every row in nats, [B]; logits [B,T,V], targets [B,T]."""
+    each = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    return each.view(targets.shape).mean(1)
 
 
 def index_loss(config: ModelConfig, taps: Mapping[str, torch.Tensor],

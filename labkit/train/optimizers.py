@@ -7,9 +7,7 @@ from torch import nn
 
 from labkit.train.muon import Muon
 
-TABLE_FACTOR = 5.0   # learning rate of Engram tables over the rest (technical report: 5x)
-                     # and of the draft's Markov head, whose rows are met as rarely
-
+TABLE_FACTOR = 5.0   # learning rate of tables over the rest (technical report: 5x for Engram)
 
 NOT_MUON = ("hc_", "gate.weight", "engram.embed", "indexer", "q_weight", "k_weight", "markov_head",
             "confidence_head")
@@ -21,9 +19,13 @@ def uses_muon(name: str, parameter: nn.Parameter) -> bool:
         part in name for part in NOT_MUON)
 
 
-def optimizers(model: nn.Module, lr: float, muon_lr: float,
-               weight_decay: float) -> list[torch.optim.Optimizer]:
-    """[Muon, AdamW]; every group carries `peak`, its learning rate at the top of the schedule."""
+def optimizers(model: nn.Module, lr: float, muon_lr: float, weight_decay: float,
+               table_lr: float | None = None) -> list[torch.optim.Optimizer]:
+    """[Muon, AdamW]; every group carries `peak`, its learning rate at the top of the schedule.
+
+    table_lr: of Engram tables and the draft's Markov head, whose rows are met as rarely; None:
+    `TABLE_FACTOR` times `lr`.
+    """
     matrices, tables, plain, decayed = [], [], [], []
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -39,7 +41,8 @@ def optimizers(model: nn.Module, lr: float, muon_lr: float,
     adamw = torch.optim.AdamW(
         [{"params": decayed, "lr": lr, "weight_decay": weight_decay},
          {"params": plain, "lr": lr, "weight_decay": 0.0},
-         {"params": tables, "lr": TABLE_FACTOR * lr, "weight_decay": 0.0}],
+         {"params": tables, "lr": TABLE_FACTOR * lr if table_lr is None else table_lr,
+          "weight_decay": 0.0}],
         betas=(0.9, 0.95), eps=1e-10, fused=True)
     muon = Muon(matrices, lr=muon_lr, weight_decay=weight_decay, momentum=0.95)
     for optimizer in (muon, adamw):
@@ -53,5 +56,6 @@ def schedule(step: int, steps: int, warmup: int, cooldown: float = 0.5,
     """Factor on every peak: linear warm-up, flat, then linear down over the last `cooldown`."""
     if step < warmup:
         return (step + 1) / warmup
-    left = (steps - step) / (cooldown * steps)
-    return max(floor, min(1.0, left))
+    if step < steps - cooldown * steps:
+        return 1.0
+    return max(floor, (steps - step) / (cooldown * steps))

@@ -43,7 +43,7 @@ class TrainingRun(ABC):
 
     def _check_options(self, saved: dict[str, Any]) -> None:
         """A run goes on with the options that it began with; only its length may change."""
-        for name, value in dataclasses.asdict(self.options).items():
+        for name, value in json.loads(json.dumps(dataclasses.asdict(self.options))).items():
             if name != "steps" and saved.get(name) != value:
                 raise InputError(
                     f"the run in {self.folder} has {name} {saved.get(name)}, not {value}: give "
