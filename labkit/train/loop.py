@@ -20,11 +20,10 @@ from labkit.text.engram_map import checked_classes
 from labkit.text.tokenizer import Tokenizer
 from labkit.trace import Taps
 from labkit.train.balance import balance_experts
-from labkit.train.batches import Batches
 from labkit.train.evaluate import bits_per_byte
 from labkit.train.losses import index_loss, next_token_loss, wanted_taps
 from labkit.train.optimizers import optimizers, schedule
-from labkit.train.run import TrainingRun
+from labkit.train.staged import StagedRun
 
 # Parts of the rows. The novels are the text; the rest has a structure that can be examined.
 SHARES = {"novels": 0.45, "needle": 0.25, "pairs": 0.06, "code": 0.11, "facts": 0.08,
@@ -99,7 +98,7 @@ def rounded_weights(model: nn.Module) -> Iterator[None]:
                 p.data = exact[name]
 
 
-class Trainer(TrainingRun):
+class Trainer(StagedRun):
     """Trains a model on the corpus, from random weights or from those of another."""
 
     options: Options
@@ -109,37 +108,14 @@ class Trainer(TrainingRun):
         """start: of the same shape; its weights are copied."""
         if start is not None:
             options = replace(options, start=target_digest(start))
-        super().__init__(folder, options)
-        self.config, self.tokenizer = config, tokenizer
+        super().__init__(folder, options, tokenizer)
+        self.config = config
         self.model = Transformer(config, checked_classes(config, tokenizer), options.kernels, False)
         init_weights(self.model, options.seed)
         if start is not None:
             self.model.load_state_dict(backbone(start))
-        self.by_kind: dict[str, list[float]] = {}       # losses of the rows since the last log
-        self.batches = [Batches(tokenizer, stage.tokens // stage.length, stage.length,
-                                options.seed + number, stage.shares)
-                        for number, stage in enumerate(options.stages)]
         self.resume(self.model, optimizers(self.model, options.lr, options.muon_lr,
                                            options.weight_decay, options.table_lr))
-
-    @property
-    def ends(self) -> list[int]:
-        """Of every stage, the first step that is not its."""
-        return [round(stage.until * self.options.steps) for stage in self.options.stages]
-
-    def stage(self, step: int) -> tuple[int, int]:
-        """The stage of a step, and how many of its steps lie before it."""
-        number = sum(step >= end for end in self.ends[:-1])
-        return number, step - (self.ends[number - 1] if number else 0)
-
-    @property
-    def tokens(self) -> int:
-        """Read by the end of the step that is running."""
-        total, begin = 0, 0
-        for stage, end in zip(self.options.stages, self.ends, strict=True):
-            total += stage.tokens * max(0, min(self.step + 1, end) - begin)
-            begin = end
-        return total
 
     def one_step(self) -> dict[str, Any]:
         o = self.options
@@ -162,9 +138,7 @@ class Trainer(TrainingRun):
         factor = schedule(self.step, o.steps, o.warmup, o.cooldown)
         norm = self.update(factor, o.clip)
         worst = balance_experts(self.model, taps, o.balance)
-        for (kind, _), value in zip(self.batches[number].kinds(within), losses.tolist(),
-                                    strict=True):
-            self.by_kind.setdefault(kind, []).append(value)
+        self.keep_losses(number, within, losses)
         return {"step": self.step + 1, "tokens": self.tokens, "length": stage.length,
                 "loss": round(loss.item(), 4),
                 "index_loss": round(distance.item(), 4), "gradient_norm": round(norm, 3),
@@ -175,16 +149,6 @@ class Trainer(TrainingRun):
         with measured(self.model), rounded_weights(self.model):
             return bits_per_byte(self.model, self.tokenizer, length=self.length,
                                  stride=self.length // 2, limit=limit)
-
-    @property
-    def length(self) -> int:
-        """Tokens of the longest rows."""
-        return max(stage.length for stage in self.options.stages)
-
-    def log(self, facts: dict[str, Any]) -> None:
-        kinds = {kind: round(sum(rows) / len(rows), 4) for kind, rows in self.by_kind.items()}
-        self.by_kind = {}
-        super().log(facts | ({"loss_by_kind": kinds} if kinds else {}))
 
     def glance(self) -> dict[str, Any]:
         return {"heldout_bits_per_byte": round(self.look(limit=24), 4)}
