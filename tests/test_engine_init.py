@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from labkit.config import ModelConfig
-from labkit.model.init import init_weights
+from labkit.model.init import CONSTANT, EMBED_STD, HEAD_STD, LOOK_BACK, init_weights
 from labkit.model.transformer import Transformer
 from labkit.trace import Taps
 
@@ -77,3 +77,32 @@ def test_every_trained_parameter_has_a_gradient():
     # A selection passes no gradient, and the routing bias only picks.
     allowed = {n for n, _ in model.named_parameters() if ".indexer." in n or ".gate.bias" in n}
     assert without == allowed
+
+
+def test_heads_of_the_first_layer_look_back_by_a_fixed_number_of_tokens():
+    """Head 0 one token, head 1 two: most of the attention, at any place and for any tokens."""
+    config = ModelConfig.preset("mini")
+    model = init_weights(Transformer(config, torch.zeros(config.vocab_size).long()), 0)
+    ids = torch.randint(5, 4000, (1, 90), generator=torch.Generator().manual_seed(1))
+    taps = Taps(["layers.0.attn.q", "layers.0.attn.window"])
+    with torch.no_grad():
+        model(ids, taps=taps)
+    W, T = config.sliding_window, ids.shape[1]
+    q, keys = taps["layers.0.attn.q"][0], taps["layers.0.attn.window"][0, W:]
+    scores = torch.einsum("thd,sd->hts", q, keys) * config.head_dim**-0.5
+    past = torch.arange(T)[:, None] - torch.arange(T)                        # [T,T] how far back
+    attention = torch.softmax(scores.masked_fill((past < 0) | (past >= W), -math.inf), -1)
+    share = [[float(attention[head][past == back][8:].mean()) for back in range(7)]
+             for head in range(config.num_attention_heads)]
+    for head, found in enumerate(share):
+        print(f"head {head}:", " ".join(f"{x:.2f}" for x in found))
+        if head < LOOK_BACK:
+            assert found[head + 1] > 0.5 and sum(found[head : head + 3]) > 0.9
+        else:
+            assert max(found) < 0.3
+
+
+def test_the_head_begins_as_the_embedding(model):
+    assert torch.equal(model.head.weight[:, 1:],
+                       model.embed.weight[:, 1:] * (HEAD_STD / EMBED_STD))
+    assert not model.head.weight[:, 0].any() and (model.embed.weight[:, 0] == CONSTANT).all()

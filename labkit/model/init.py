@@ -8,19 +8,26 @@ the size of the streams is free and only embedding against updates matters.
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import nn
 
+from labkit.model.block import Block
+from labkit.model.rope import inverse_frequencies
 from labkit.model.transformer import Transformer
 
 EMBED_STD = 0.5         # about what all 2L updates add up to at the start: neither drowns the other
 TABLE_STD = 0.02        # Engram rows: one that training never meets must add next to nothing
-HEAD_STD = 0.02         # logits near 0, so the first loss is ln(vocabulary)
+HEAD_STD = 0.02         # logits near 0, so the first loss is near ln(vocabulary)
 GATE_STD = 0.02         # routing scores nearly equal; top-k looks at their order only
 PRE_LOGIT = 2.0         # sigmoid: 0.88 of the stream whose turn it is, 0.12 of the others
 COMB_LOGIT = 4.0        # softmax over 4 streams: 0.95 on the diagonal
 MIX_SCALE = 0.01        # how much the mixing depends on the token at first
+LOOK_BACK = 4           # heads of layer 0 that look at the token 1, 2, ... back: copying needs that
+CONSTANT = 2.0          # channel 0 of every embedding, what those heads are made from
+TURNING_PAIRS = 4       # channel pairs that turn fast enough to tell neighbours apart
+QUERY, KEY = 2.2, 1.1   # of the constant, in those pairs: 2/3 of the attention on the token meant
 MARKOV_STD = 1.0        # of the draft's rows by previous token; its bias starts near 0 by HEAD_STD
 
 
@@ -31,7 +38,8 @@ def init_weights(model: Transformer, seed: int = 0) -> Transformer:
     Projections: normal with variance 1/fan_in, which keeps the scale; those that write into the
     streams (`wo_b`, `w2`) are divided by sqrt(2 L), so that the 2 L updates together have the
     scale of one; L is the number of layers, in a draft (`mtp.*`) of its stages. Norm weights 1,
-    sinks and biases 0. The backbone is drawn first: it is the same with and without a draft.
+    sinks and biases 0. Then what copying is made of (`_init_copying`). The backbone is drawn
+    first: it is the same with and without a draft.
     Returns the model.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -65,7 +73,39 @@ def init_weights(model: Transformer, seed: int = 0) -> Transformer:
         else:
             std = p.shape[1] ** -0.5                     # [out, in]; also the grouped wo_a
             normal(p, std / depth if kind[0] in ("wo_b", "w2") else std)
+    _init_copying(model)
     return model
+
+
+def _init_copying(model: Transformer) -> None:
+    """What copying a token that followed once before is made of, there from the start.
+
+    The head is the embedding, smaller: "say what you see there" is one linear map for all tokens,
+    also rare ones. And some heads of layer 0 look back by a fixed number of tokens: a key that
+    turns with position from the same angle everywhere, a query that is ahead of it by so much.
+    Both come from a constant channel, since projections here have no bias. Without them a mini
+    finds how to copy late or never within its few million tokens.
+    """
+    c, attention = model.config, cast(Block, model.layers[0]).attn
+    embed, head = model.embed.weight.float(), model.head.weight
+    head.copy_(embed * (HEAD_STD / EMBED_STD))
+    head[:, 0] = 0.0                                     # no token is likelier for the constant
+    model.embed.weight[:, 0] = CONSTANT
+    attention.wq_a.weight[0] = 0.0
+    attention.wq_a.weight[0, 0] = 1.0                    # the constant, alone in latent 0
+    rates = inverse_frequencies(c, compressed=attention.role.ratio > 0)
+    first = c.head_dim - c.qk_rope_head_dim              # of the channels that turn
+
+    def shift(p: torch.Tensor, row: int, by: float) -> None:
+        p[row, 0] = p[row, 0].float() + by               # in fp32 whatever the dtype, as drawn
+
+    for pair in range(min(TURNING_PAIRS, len(rates))):
+        even = first + 2 * pair
+        shift(attention.wkv.weight, even, KEY)
+        for number in range(min(LOOK_BACK, c.num_attention_heads // 2)):
+            row, angle = number * c.head_dim + even, rates[pair] * (number + 1)
+            shift(attention.wq_b.weight, row, QUERY * math.cos(angle))
+            shift(attention.wq_b.weight, row + 1, -QUERY * math.sin(angle))
 
 
 def _init_mixing(name: str, p: nn.Parameter, model: Transformer, normal) -> None:  # type: ignore[no-untyped-def]

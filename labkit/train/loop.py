@@ -39,6 +39,7 @@ class Stage:
     length: int = 2048            # tokens a row
     selecting: str = "index"      # `labkit.model.indexer.SELECTING`
     shares: dict[str, float] = field(default_factory=lambda: dict(SHARES))
+    balance: float = 1e-3         # step of the gates' biases towards equal load
 
 
 # Copying comes first and alone: looking back for what followed is learnt within minutes from few
@@ -47,7 +48,8 @@ class Stage:
 # the index learns what attention looks at (a dense warm-up, as DeepSeek-V3.2's). The selection and
 # the whole context come last.
 FROM_NOTHING = (
-    Stage(0.07, 1024, 128, "all", {"copy": 1.0}),
+    # Tokens so alike all pick the same experts: a bias that moves then moves them all at once.
+    Stage(0.07, 1024, 128, "all", {"copy": 1.0}, balance=0.0),
     Stage(0.45, 2048, 256, "all", {"novels": 0.35, "needle": 0.2, "pairs": 0.2, "copy": 0.03,
                                    "code": 0.1, "facts": 0.08, "arithmetic": 0.04}),
     Stage(0.6, 2048, 512, "index", {"novels": 0.4, "needle": 0.25, "pairs": 0.1, "copy": 0.02,
@@ -69,7 +71,6 @@ class Options:
     weight_decay: float = 0.1
     warmup: int = 60
     clip: float = 1.0
-    balance: float = 1e-3         # step of the gates' biases towards equal load
     index_queries: int = 192      # tokens a step at which the indexer is compared
     rounding_from: float = 0.85   # share of the steps after which cache and weights are rounded
     cooldown: float = 0.5         # share of the steps in which the learning rates fall
@@ -137,7 +138,7 @@ class Trainer(StagedRun):
             (loss + distance).backward()
         factor = schedule(self.step, o.steps, o.warmup, o.cooldown)
         norm = self.update(factor, o.clip)
-        worst = balance_experts(self.model, taps, o.balance)
+        worst = balance_experts(self.model, taps, stage.balance)
         self.keep_losses(number, within, losses)
         return {"step": self.step + 1, "tokens": self.tokens, "length": stage.length,
                 "loss": round(loss.item(), 4),
