@@ -9,11 +9,10 @@ next-token distributions, and how often both have the same likeliest token.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 
@@ -21,7 +20,6 @@ from labkit.cache import Cache
 from labkit.config import ModelConfig
 from labkit.engine.replay import decoder_tail, replay_start
 from labkit.engine.session import Session, is_small
-from labkit.errors import LabError
 from labkit.lab import Lab
 from labkit.model.work import counting
 from labkit.numerics.rows import RowCodec
@@ -33,7 +31,7 @@ from labkit.tables import (
     print_tables,
     table_parser,
 )
-from labkit.text.corpus import load_corpus
+from labkit.train.agreement import REUSES, Agreement, Reuse, elsewhere, held_out
 
 FORMS = ("packed", "fp8", "bf16")
 TABLES = ("bytes", "packing", "decode", "ced", "forms", "reuse")
@@ -209,46 +207,9 @@ def decode_table(lab: Lab, options: argparse.Namespace) -> None:
 # ---- quality --------------------------------------------------------------------------------
 
 
-@dataclass
-class Agreement:
-    """Next-token distributions against others at the same positions."""
-
-    kl: list[float] = field(default_factory=list)       # nats
-    same: int = 0                                       # positions with the same likeliest token
-
-    def add(self, expected: torch.Tensor, found: torch.Tensor) -> None:
-        """Logits [n,V] each: KL(expected || found)."""
-        p, q = (x.double().log_softmax(-1) for x in (expected, found))
-        self.kl += (p.exp() * (p - q)).sum(-1).clamp(min=0).tolist()
-        self.same += int((p.argmax(-1) == q.argmax(-1)).sum())
-
-    HEAD = f"{'KL mean':>11}{'KL max':>11}{'same argmax':>20}"
-
-    def __str__(self) -> str:
-        share = f"{self.same}/{len(self.kl)} {100 * self.same / len(self.kl):.1f}%"
-        return f"{statistics.fmean(self.kl):11.2e}{max(self.kl):11.2e}{share:>20}"
-
-
-def held_out(lab: Lab, count: int, options: argparse.Namespace) -> list[list[int]]:
-    """`count` texts of hit + suffix ids with BOS, from places spread over the held-out novels."""
-    length = options.hit + options.suffix
-    novels = [lab.tokenizer.encode(text) for text in load_corpus("heldout").values()]
-    texts = []
-    for i in range(count):
-        novel = novels[i % len(novels)]
-        room = len(novel) - (length - 1)
-        if room < 1:
-            raise LabError(f"a held-out novel has {len(novel)} tokens, fewer than {length}: lower "
-                           "--hit or --suffix")
-        turn, turns = i // len(novels), -(-count // len(novels))
-        at = room * turn // turns
-        texts.append([lab.config.bos_token_id, *novel[at : at + length - 1]])
-    return texts
-
-
 def ced_table(lab: Lab, options: argparse.Namespace) -> None:
     """What follows a CED prefill against what follows a full one."""
-    texts = held_out(lab, options.texts, options)
+    texts = held_out(lab, options.texts, options.hit + options.suffix)
     c = lab.config
     heading("CED prefill against full prefill, KL(full || ced)", repr(lab),
           model_threads(lab, options),
@@ -276,7 +237,7 @@ def ced_table(lab: Lab, options: argparse.Namespace) -> None:
 
 def forms_table(lab: Lab, options: argparse.Namespace) -> None:
     """Store forms against packed, which is what the recipe says."""
-    texts = held_out(lab, options.texts, options)
+    texts = held_out(lab, options.texts, options.hit + options.suffix)
     heading("Store forms, KL(packed || form)", repr(lab), model_threads(lab, options),
           f"{len(texts)} held-out texts of {options.hit + options.suffix} tokens, all positions")
     print(f"  {'form':<8}{Agreement.HEAD}")
@@ -299,11 +260,9 @@ def reuse_table(lab: Lab, options: argparse.Namespace) -> None:
     global-only  the entries are there, the windows have been lost and are read again
                  (`Session.crop`), bounded or exact
     """
-    texts = held_out(lab, min(6, options.texts), options)
     hit, suffix = options.hit, options.suffix
-    elsewhere = texts[-1][1 : 1 + min(lab.config.sliding_window,
-                                      lab.config.max_position_embeddings - hit)]
-    kinds = ("cold", "full hit", "global-only bounded", "global-only exact")
+    texts = held_out(lab, min(6, options.texts), hit + suffix)
+    other, kinds = elsewhere(lab, texts[-1], hit), REUSES
     again = {kind: hit - replay_start(lab.config, hit, kind.split()[-1])
              for kind in kinds[2:]}
     heading("Reuse, KL(cold || hit)", repr(lab), model_threads(lab, options),
@@ -314,30 +273,13 @@ def reuse_table(lab: Lab, options: argparse.Namespace) -> None:
     passes = dict.fromkeys(kinds, 0)
     quality = {kind: Agreement() for kind in kinds}
     for ids in texts:
-        past, new = ids[:hit], ids[hit:]
-        kept = lab.session()
-        kept.prefill(past, last_only=True)
-        saved = kept.snapshot()
-        # The conversation went on in another way, so its windows are not those after the hit.
-        kept.prefill(elsewhere, last_only=True)
-
-        def run(kind: str, kept: Session = kept, saved: object = saved,
-                ids: list[int] = ids, new: list[int] = new) -> torch.Tensor:
-            session = kept.fork()
-            if kind == "cold":
-                return lab.session().prefill(ids)[0, hit:]
-            if kind == "full hit":
-                session.restore(saved)  # type: ignore[arg-type]
-            else:
-                session.crop(hit, kind.split()[-1])
-            return session.prefill(new)[0]
-
-        cold = run("cold")
+        reuse = Reuse(lab, ids, hit, other)
+        cold = reuse.logits("cold")
         for kind in kinds:
             with counting(lab.model) as work:
-                quality[kind].add(cold, run(kind))
+                quality[kind].add(cold, reuse.logits(kind))
             passes[kind] += work.passes.total()
-        best = fastest({kind: lambda kind=kind: run(kind) for kind in kinds},  # type: ignore[misc]
+        best = fastest({kind: functools.partial(reuse.logits, kind) for kind in kinds},
                        options.repeats)
         for kind in kinds:
             seconds[kind] += best[kind]

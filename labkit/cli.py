@@ -309,25 +309,38 @@ def mutants(
 @app.command("eval")
 def evaluate(
     source: Annotated[str, typer.Argument(help="mini or a checkpoint folder.")] = "mini",
-    quick: Annotated[bool, typer.Option("--quick", help="24 held-out windows only.")] = False,
+    quick: Annotated[bool, typer.Option(
+        "--quick", help="A rough look: little of everything, in under a minute.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all figures and samples.")] = False,
+    strict: Annotated[bool, typer.Option(
+        "--strict", help="Exit code 1 if any target is not reached.")] = False,
 ) -> None:
-    """Measure a model on held-out text: bits per byte, controls, what the indexer finds, samples.
+    """Measure a model: every figure with its target beside it, reached or missed.
+
+    Bits per byte of held-out text, needle recall by distance, attention that the selection keeps,
+    what Engram, rounding, replay and the draft do, each with its controls. Takes minutes.
 
     \b
     Examples:
       labkit eval mini
       labkit eval mini --quick
-      labkit eval mini --json
+      labkit eval mini --strict --json
     """
     import json
+    import time
 
     from labkit.lab import load
-    from labkit.train.figures import figures_text, measure
+    from labkit.train.figure_tables import figures_text
+    from labkit.train.figures import FULL, QUICK, measure
+    from labkit.train.targets import missed, targets
 
-    figures = measure(load(source), limit=24 if quick else None)
+    begun = time.monotonic()
+    figures = measure(load(source), QUICK if quick else FULL)
     typer.echo(json.dumps(figures.to_dict(), ensure_ascii=False) if as_json
                else figures_text(figures))
+    typer.echo(f"labkit: measured in {time.monotonic() - begun:.0f} s", err=True)
+    if strict and missed(targets(figures)):
+        raise typer.Exit(1)
 
 
 @app.command(context_settings={

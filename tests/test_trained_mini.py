@@ -12,10 +12,14 @@ import labkit
 from labkit.paths import data_dir
 from labkit.text.corpus import load_corpus
 from labkit.text.stats import gzip_bits_per_byte, longest_copied_run, share_of_known_words
+from labkit.train.attention_mass import NOVELS, attention_mass
+from labkit.train.controls import muted_engram
 from labkit.train.draft_record import read_draft_record
 from labkit.train.evaluate import bits_per_byte
-from labkit.train.figures import Figures, Sample, attention_recall, muted_engram
-from labkit.train.record import read_log, training_record
+from labkit.train.figures import Figures, window
+from labkit.train.record import training_record
+from labkit.train.runs import read_log, read_plain, read_runs
+from labkit.train.targets import targets
 
 MINI = data_dir() / "mini"
 
@@ -27,10 +31,7 @@ def lab() -> labkit.lab.Lab:
 
 @pytest.fixture(scope="module")
 def figures() -> Figures:
-    raw = json.loads((MINI / "figures.json").read_text(encoding="utf-8"))
-    names = Figures.__dataclass_fields__
-    return Figures(**{k: v for k, v in raw.items() if k in names and k != "samples"},
-                   samples=tuple(Sample(**s) for s in raw["samples"]))
+    return Figures.from_dict(json.loads((MINI / "figures.json").read_text(encoding="utf-8")))
 
 
 def test_all_mechanisms_are_active_inside_the_context(lab):
@@ -61,7 +62,8 @@ def test_it_writes_english_and_does_not_recite(lab):
 
 def test_held_out_text_costs_what_the_record_says(lab, figures):
     """A twelfth of the windows: near the recorded figure, far below gzip and equal odds."""
-    found = bits_per_byte(lab.model, lab.tokenizer, length=1024, stride=512, limit=8)
+    length = window(lab.config)
+    found = bits_per_byte(lab.model, lab.tokenizer, length=length, stride=length // 2, limit=8)
     assert found == pytest.approx(figures.bits_per_byte, rel=0.08)
     assert figures.bits_per_byte < figures.bits_per_byte_gzip - 1.0
     assert figures.bits_per_byte_gzip == pytest.approx(gzip_bits_per_byte(), rel=0.01)
@@ -69,26 +71,37 @@ def test_held_out_text_costs_what_the_record_says(lab, figures):
 
 def test_engram_and_the_indexer_have_learnt(lab, figures):
     assert figures.bits_per_byte_engram_muted > figures.bits_per_byte + 0.02
-    found, chance = attention_recall(lab, rows=1)
-    assert found.keys() == figures.attention_recall.keys()
-    for name, value in found.items():
-        assert value > 1.2 * chance[name], name
+    found = {(m.layer, m.text): m for m in attention_mass(lab, rows=1, answers=1)}
+    assert found.keys() == {(m.layer, m.text) for m in figures.attention_mass}
+    for source in lab.config.index_source_layer_ids:
+        m = found[source, NOVELS]
+        assert m.kept_entries > 1.2 * m.kept_entries_random, m
 
 
 def test_muting_engram_is_undone(lab):
     ids = torch.tensor([lab.encode("It is a truth")])
     before = lab.model(ids).logits
-    with muted_engram(lab):
+    with muted_engram(lab.model):
         assert not torch.equal(lab.model(ids).logits, before)
     assert torch.equal(lab.model(ids).logits, before)
 
 
 def test_the_record_is_what_the_measurements_give(lab, figures):
-    wanted = training_record(
-        lab.config, read_log(MINI / "log.jsonl"),
-        json.loads((MINI / "run.json").read_text(encoding="utf-8")), figures,
-        (MINI / "model.safetensors").stat().st_size, read_draft_record(MINI))
+    wanted = training_record(lab.config, read_runs(MINI), read_log(MINI / "log.jsonl"), figures,
+                             read_draft_record(MINI))
     assert (MINI / "TRAINING.md").read_text(encoding="utf-8") == wanted
+
+
+def test_the_figures_are_of_these_files(lab, figures):
+    assert figures.file_bytes == (MINI / "model.safetensors").stat().st_size
+    assert figures.parameters == sum(
+        p.numel() for n, p in lab.model.named_parameters() if not n.startswith("mtp."))
+    assert figures.context == lab.config.max_position_embeddings
+    assert figures.plain == read_plain(MINI)
+    draft = read_draft_record(MINI)
+    assert figures.draft == (draft and draft.figures)
+    told = json.loads((MINI / "figures.json").read_text(encoding="utf-8"))["targets"]
+    assert told == [target.to_dict() for target in targets(figures)]
 
 
 def test_the_readme_quotes_the_measurements(figures):

@@ -79,6 +79,8 @@ def figures_text(f: DraftFigures) -> str:
         line("slots that survived, greedy", f.greedy),
         f"accepted drafts a step: {f.sampled_length:.3f} at temperature 1, "
         f"{f.greedy_length:.3f} greedy",
+        *([f"  on code: {f.code_sampled_length:.3f} at temperature 1, "
+           f"{f.code_greedy_length:.3f} greedy"] if f.code_proposals else []),
         line("temperatures of the confidence", f.temperatures),
         line("calibration error of the survival, before", f.ece_before, 4),
         line("  after", f.ece_after, 4),

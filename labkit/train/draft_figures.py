@@ -8,8 +8,9 @@ judged on the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,12 +20,15 @@ from labkit.engine.sampling import Sampling
 from labkit.engine.speculation import Request, propose, verify
 from labkit.lab import Lab
 from labkit.model.transformer import Transformer
+from labkit.text.synthetic import SHORTEST_DOCUMENT, documents
+from labkit.text.tokenizer import Tokenizer
 from labkit.train.calibration import fit_temperatures, survival_errors
 from labkit.train.drafter import acceptance, heldout_rows
 
 SAMPLED, GREEDY = Sampling(temperature=1.0), Sampling(temperature=0.0)
 EVERY = 8           # tokens from one anchor to the next
 ROWS_AT_ONCE = 32   # rows of text that share the passes
+CODE_ROWS, CODE_LENGTH = 16, 512  # of code, at most; tokens of a row
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,19 @@ def try_drafts(model: Transformer, text: torch.Tensor, sampling: Sampling, *, ev
     return Trials(torch.cat(logits), torch.cat(survived), torch.cat(rows))
 
 
+def code_rows(tokenizer: Tokenizer, length: int, count: int) -> torch.Tensor:
+    """The first `length` tokens of held-out documents of code that have so many, each behind
+    BOS: ids [count,length+1]."""
+    assert tokenizer.bos_id is not None
+    found = documents("code", tokenizer, split="heldout",
+                      length=2 * max(length, SHORTEST_DOCUMENT))
+    long = (document.ids for document in found if len(document.ids) >= length)
+    return torch.tensor([[tokenizer.bos_id, *ids[:length]] for ids in islice(long, count)])
+
+
 @dataclass(frozen=True)
 class DraftFigures:
-    """Of a draft on held-out text; lists are by slot.
+    """Of a draft on held-out text, the novels but for `code_*`; lists are by slot.
 
     acceptance     1 - total variation at temperature 1, the tokens before each slot from the text
     sampled, greedy  share of proposals whose slot survived, drafts being the draft's own:
@@ -94,6 +108,7 @@ class DraftFigures:
     sampled_length, greedy_length  mean number of accepted drafts; a step emits one token more
     ece_*          expected calibration error of the survival products, on the rows that the
                    temperatures were not fitted on: sampled, before and after; greedy, after
+    code_*         the same on held-out code (`labkit.text.synthetic`); None: not measured
     """
 
     parameters: int
@@ -108,16 +123,27 @@ class DraftFigures:
     ece_after: tuple[float, ...]
     ece_greedy_before: tuple[float, ...]
     ece_greedy_after: tuple[float, ...]
+    code_proposals: int | None = None
+    code_sampled_length: float | None = None
+    code_greedy_length: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> DraftFigures:
+        """What `to_dict` gave, also by way of JSON."""
+        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+        return cls(**known)
+
 
 def measure_draft(lab: Lab, length: int | None = None, limit: int | None = None,
-                  quiet: bool = False) -> tuple[DraftFigures, Calibration]:
+                  quiet: bool = False, temperatures: Sequence[float] | None = None,
+                  ) -> tuple[DraftFigures, Calibration]:
     """Every figure of a lab's draft, and its calibration, fitted on the way.
 
     length: tokens of a row of text, by default 1,024 or what the context holds; limit: rows.
+    temperatures: of the confidence, to be judged as they are instead of fitted ones.
     """
     from tqdm import tqdm
 
@@ -126,15 +152,19 @@ def measure_draft(lab: Lab, length: int | None = None, limit: int | None = None,
     length = length or min(1024, lab.config.max_position_embeddings - 1)
     text = heldout_rows(lab.tokenizer, length, limit)
 
-    def trials(sampling: Sampling, title: str) -> Trials:
+    code = code_rows(lab.tokenizer, min(CODE_LENGTH, length), min(CODE_ROWS, len(text)))
+
+    def trials(sampling: Sampling, title: str, text: torch.Tensor = text) -> Trials:
         def bar(positions: Sequence[int]) -> Iterable[int]:
             return tqdm(positions, desc=title, unit="step", disable=quiet, leave=False)
 
         return try_drafts(model, text, sampling, vocabulary=lab.tokenizer.vocab_size, progress=bar)
 
     sampled, greedy = trials(SAMPLED, "drafts, sampled"), trials(GREEDY, "drafts, greedy")
+    on_code = (trials(SAMPLED, "drafts of code, sampled", code),
+               trials(GREEDY, "drafts of code, greedy", code))
     fitted, judged = sampled.of_rows(odd=False), sampled.of_rows(odd=True)
-    T = fit_temperatures(fitted.confidence_logits, fitted.survived).temperatures
+    T = temperatures or fit_temperatures(fitted.confidence_logits, fitted.survived).temperatures
     other = greedy.of_rows(odd=True)
 
     def errors(trials: Trials, temperatures: Sequence[float] | None) -> tuple[float, ...]:
@@ -153,6 +183,9 @@ def measure_draft(lab: Lab, length: int | None = None, limit: int | None = None,
         temperatures=tuple(round(t, 4) for t in T),
         ece_before=errors(judged, None), ece_after=errors(judged, T),
         ece_greedy_before=errors(other, None), ece_greedy_after=errors(other, T),
+        code_proposals=len(on_code[0].survived),
+        code_sampled_length=round(on_code[0].accepted, 3),
+        code_greedy_length=round(on_code[1].accepted, 3),
     )
     calibration = Calibration(
         figures.temperatures, figures.ece_before, figures.ece_after,

@@ -28,10 +28,8 @@ def read_draft_record(folder: Path) -> DraftRecord | None:
     if not all(path.is_file() for path in paths):
         return None
     facts, log, figures = (path.read_text(encoding="utf-8") for path in paths)
-    raw: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v
-                           for k, v in json.loads(figures).items()}
     return DraftRecord(json.loads(facts), [json.loads(line) for line in log.splitlines()],
-                       DraftFigures(**raw))
+                       DraftFigures.from_dict(json.loads(figures)))
 
 
 def draft_section(config: ModelConfig, record: DraftRecord) -> list[str]:
@@ -83,6 +81,7 @@ def draft_section(config: ModelConfig, record: DraftRecord) -> list[str]:
         "variation; a slot survives if it and all before it are accepted. Temperatures are "
         "fitted at temperature 1 on one half of the rows of text, errors are of the other half "
         f"({BINS} bins of equal width).",
+        *_of_code(f),
         "",
         "Total variation is of the training text; `draft_log.jsonl` has every twentieth update.",
         "",
@@ -92,6 +91,13 @@ def draft_section(config: ModelConfig, record: DraftRecord) -> list[str]:
         *_curve(record.log),
         "",
     ]
+
+
+def _of_code(f: DraftFigures) -> list[str]:
+    if f.code_sampled_length is None:
+        return []
+    return ["", f"On held-out code, {f.code_proposals:,} proposals: {f.code_sampled_length:.2f} "
+            f"drafts a step are kept at temperature 1, {f.code_greedy_length:.2f} greedily."]
 
 
 def _curve(log: list[dict[str, Any]]) -> list[str]:

@@ -1,9 +1,10 @@
-"""Bits per byte on text that training never saw."""
+"""What text costs a model: bits per byte, nats a token."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,40 @@ Window = tuple[list[int], int]  # ids, how many of the last targets count
 Group = list[Window]
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Cost:
+    """Cross-entropy of some text, and how much text that was."""
+
+    bits: float
+    bytes: int
+    tokens: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.bits / self.bytes
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.bits * math.log(2) / self.tokens
+
+
 def bits_per_byte(
     model: torch.nn.Module, tokenizer: Tokenizer, texts: Mapping[str, str] | None = None, *,
     length: int = 1024, stride: int = 512, batch: int = 2, limit: int | None = None,
     progress: Callable[[list[Group]], Iterable[Group]] = iter,
 ) -> float:
-    """Cross-entropy of the held-out text (or `texts`) in bits per UTF-8 byte.
+    """Bits per UTF-8 byte of the held-out text (or `texts`): `text_cost` in one number."""
+    return text_cost(model, tokenizer, texts, length=length, stride=stride, batch=batch,
+                     limit=limit, progress=progress).bits_per_byte
+
+
+@torch.no_grad()
+def text_cost(
+    model: torch.nn.Module, tokenizer: Tokenizer, texts: Mapping[str, str] | None = None, *,
+    length: int = 1024, stride: int = 512, batch: int = 2, limit: int | None = None,
+    progress: Callable[[list[Group]], Iterable[Group]] = iter,
+) -> Cost:
+    """Cross-entropy of the held-out text (or `texts`).
 
     Every window of `length` tokens begins with BOS; only its last `stride` tokens count (the
     first window of a text counts whole), so a token has `length - stride` tokens of context or
@@ -39,7 +67,7 @@ def bits_per_byte(
             done += new
     if limit is not None and limit < len(windows):
         windows = [windows[i * len(windows) // limit] for i in range(limit)]
-    total_bits, total_bytes = 0.0, 0
+    bits, size, tokens = 0.0, 0, 0
     windows.sort(key=lambda w: len(w[0]))
     groups = [windows[i : i + batch] for i in range(0, len(windows), batch)]
     for group in progress(groups):
@@ -52,6 +80,7 @@ def bits_per_byte(
             end = len(ids)
             nats = F.cross_entropy(logits[row, end - 1 - new : end - 1].float(),
                                    rows[row, end - new : end], reduction="sum")
-            total_bits += float(nats) / math.log(2)
-            total_bytes += len(tokenizer.decode(ids[-new:]).encode("utf-8"))
-    return total_bits / total_bytes
+            bits += float(nats) / math.log(2)
+            size += len(tokenizer.decode(ids[-new:]).encode("utf-8"))
+            tokens += new
+    return Cost(bits, size, tokens)

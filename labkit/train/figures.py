@@ -2,50 +2,86 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from labkit.lab import Lab
-from labkit.model.indexer import visible
-from labkit.text.corpus import load_corpus
-from labkit.text.stats import corpus_index, gzip_bits_per_byte, share_of_known_words
-from labkit.train.evaluate import bits_per_byte
-
-FIRST_WORDS = "It is a truth universally acknowledged"
-PROMPT_WORDS = 10  # the other prompts are the first words of held-out paragraphs
-SAMPLE_TOKENS = 100
-TEMPERATURES = (0.5, 0.8, 1.0)
+from labkit.checkpoint.accounting import active_decode
+from labkit.config import ModelConfig
+from labkit.lab import Lab, model_folder
+from labkit.text.stats import gzip_bits_per_byte, share_of_known_words
+from labkit.train.agreement import bounded_replay
+from labkit.train.attention_mass import Mass, attention_mass
+from labkit.train.controls import cache_rounding, muted_engram, selecting
+from labkit.train.draft_figures import DraftFigures, measure_draft
+from labkit.train.evaluate import Cost, text_cost
+from labkit.train.kinds import NOVELS, KindCost, kind_cost, kind_costs
+from labkit.train.recall import AS_SHIPPED, NEAR, RecallPoint, needles_fit, recall_curve
+from labkit.train.runs import Plain, facts_seed, read_plain, read_runs
+from labkit.train.samples import Sample, samples
 
 
 @dataclass(frozen=True)
-class Sample:
-    prompt: str
-    temperature: float
-    seed: int
-    text: str
-    known_words: float   # share of its words that occur in the training text, 0..1
-    copied_run: int      # words in the longest run that stands there word for word
+class Effort:
+    """How much of everything is measured; None: all there is."""
+
+    windows: int | None = None                  # of held-out text
+    recalls: tuple[int, int] = (64, 16)         # at a distance up to `NEAR`: shipped, controls
+    far_recalls: tuple[int, int] = (16, 6)      # farther
+    documents: int = 10                         # of every written kind
+    mass_rows: int = 6
+    mass_answers: int = 4
+    replays: int = 24
+    draft_rows: int | None = 8                  # None: as many as the record of the draft has
+    draft_length: int | None = 512
+    prompts: int | None = None
+
+    def recall_count(self, control: str, distance: int) -> int:
+        near_far = self.recalls if distance <= NEAR else self.far_recalls
+        return near_far[control != AS_SHIPPED]
+
+
+FULL = Effort()
+QUICK = Effort(8, (4, 2), (1, 1), 1, 1, 1, 2, 2, 128, 1)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """KL(all read || bounded replay), nats: of `positions` tokens behind `hit` tokens that are
+    known without their windows, of `texts` held-out texts."""
+
+    texts: int
+    hit: int
+    positions: int
+    mean: float
+    largest: float
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Bits per byte are of the whole held-out text, in windows of 1,024 tokens that overlap by
-    half: behind the start of a text, a token is seen with at least 511 before it."""
+    """Bits per byte are of the whole held-out text, in windows of `window` tokens that overlap by
+    half: behind the start of a text, a token is seen with half a window before it at least."""
 
-    parameters: int      # without a draft, which has figures of its own
+    parameters: int              # without a draft, which has figures of its own
+    active_parameters: int       # of a token's step, as `labkit accounting` counts them
+    file_bytes: int | None       # of the weights, with the draft; None: not from files
+    context: int
+    window: int
+    tokens: int                  # of held-out text that were guessed
     bits_per_byte: float
     bits_per_byte_unrounded_cache: float
     bits_per_byte_engram_muted: float
     bits_per_byte_equal_odds: float      # log2(vocabulary) a token: what knowing nothing costs
     bits_per_byte_gzip: float            # gzip -9 that has just read the training text
-    attention_recall: dict[str, float]   # by index source: mass that the selection holds
-    attention_recall_random: dict[str, float]  # by a random selection of the same size
+    plain: Plain | None                  # what a plain transformer reaches; None: not measured
+    recall: tuple[RecallPoint, ...]      # empty: the vocabulary sets no distances
+    attention_mass: tuple[Mass, ...]
+    kinds: tuple[KindCost, ...]          # the novels first
+    replay: Replay
+    draft: DraftFigures | None           # None: the checkpoint has no draft
     samples: tuple[Sample, ...]
 
     @property
@@ -58,136 +94,91 @@ class Figures:
         return max(s.copied_run for s in self.samples)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "known_words": self.known_words, "copied_run": self.copied_run}
+        """For JSON; with the targets and what follows from the samples."""
+        from labkit.train.targets import targets
+
+        return {**asdict(self), "known_words": self.known_words, "copied_run": self.copied_run,
+                "targets": [target.to_dict() for target in targets(self)]}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Figures:
+        """What `to_dict` gave, also by way of JSON."""
+        known = {name: raw[name] for name in cls.__dataclass_fields__}
+        for name, part in (("recall", RecallPoint), ("attention_mass", Mass), ("kinds", KindCost),
+                           ("samples", Sample)):
+            known[name] = tuple(part(**one) for one in raw[name])
+        known["replay"] = Replay(**raw["replay"])
+        known["plain"] = raw["plain"] and Plain(**raw["plain"])
+        known["draft"] = raw["draft"] and DraftFigures.from_dict(raw["draft"])
+        return cls(**known)
 
 
-def measure(lab: Lab, *, limit: int | None = None, quiet: bool = False) -> Figures:
-    """Every figure of a lab. limit: held-out windows at most (a quick look says so little)."""
-    length = min(1024, lab.config.max_position_embeddings)
+# ---- measuring -------------------------------------------------------------------------------
 
-    def bits(title: str) -> float:
-        def bar(groups: list[Any]) -> Iterable[Any]:
-            return tqdm(groups, desc=title, unit="batch", disable=quiet, leave=False)
 
-        return bits_per_byte(lab.model, lab.tokenizer, length=length, stride=length // 2,
-                             limit=limit, progress=bar)
+def measure(lab: Lab, effort: Effort = FULL, *, quiet: bool = False,
+            draft: DraftFigures | None = None) -> Figures:
+    """Every figure of a lab. draft: figures of its draft that were measured already."""
+    def bar(title: str) -> Callable[[list[Any]], Iterable[Any]]:
+        return lambda jobs: tqdm(jobs, desc=title, disable=quiet, leave=False)
 
-    with cache_rounding(lab, True):
-        rounded = bits("held-out text")
-        with muted_engram(lab):
-            muted = bits("the same, Engram muted")
-        recall, by_chance = attention_recall(lab)
-    with cache_rounding(lab, False):
-        exact = bits("the same, cache not rounded")
-    held_out = load_corpus("heldout").values()
-    tokens = sum(len(lab.tokenizer.encode(text)) for text in held_out)
-    size = sum(len(text.encode("utf-8")) for text in held_out)
+    folder = None if lab.source in ("", "nano") else model_folder(lab.source)
+    model = lab.model
+    with cache_rounding(model, True), selecting(model, "index"):
+        shipped = held_out_cost(lab, effort, bar("held-out text"))
+        with muted_engram(model):
+            muted = held_out_cost(lab, effort, bar("the same, Engram muted"))
+        with cache_rounding(model, False):
+            exact = held_out_cost(lab, effort, bar("the same, cache not rounded"))
+        recall = () if not needles_fit(lab.tokenizer) else recall_curve(
+            model, lab.tokenizer, effort.recall_count, bar("needles"))
+        mass = attention_mass(lab, effort.mass_rows, effort.mass_answers, bar("attention mass"))
+        seed = 0 if folder is None else facts_seed(read_runs(folder))
+        kinds = (kind_cost(NOVELS, shipped, muted),
+                 *kind_costs(lab, effort.documents, seed, bar("kinds of text")))
+        replay = measure_replay(lab, effort, bar("bounded replay"))
+        if draft is None and lab.has_draft:
+            draft = measure_draft(
+                lab, draft_length(lab.config, effort), effort.draft_rows, quiet,
+                lab.calibration.temperatures if lab.calibration else None)[0]
+        written = tuple(samples(lab, effort.prompts, quiet))
     return Figures(
-        parameters=sum(p.numel() for n, p in lab.model.named_parameters()
-                       if not n.startswith("mtp.")),
-        bits_per_byte=rounded, bits_per_byte_unrounded_cache=exact,
-        bits_per_byte_engram_muted=muted,
-        bits_per_byte_equal_odds=math.log2(lab.config.vocab_size) * tokens / size,
+        parameters=sum(p.numel() for n, p in model.named_parameters() if not n.startswith("mtp.")),
+        active_parameters=active_decode(lab.config).counted,
+        file_bytes=None if folder is None else sum(
+            path.stat().st_size for path in folder.glob("*.safetensors")),
+        context=lab.config.max_position_embeddings, window=window(lab.config),
+        tokens=shipped.tokens,
+        bits_per_byte=shipped.bits_per_byte, bits_per_byte_unrounded_cache=exact.bits_per_byte,
+        bits_per_byte_engram_muted=muted.bits_per_byte,
+        bits_per_byte_equal_odds=math.log2(lab.config.vocab_size) * shipped.tokens / shipped.bytes,
         bits_per_byte_gzip=gzip_bits_per_byte(),
-        attention_recall=recall, attention_recall_random=by_chance,
-        samples=tuple(samples(lab, quiet)),
-    )
+        plain=None if folder is None else read_plain(folder), recall=recall, attention_mass=mass,
+        kinds=kinds, replay=replay, draft=draft, samples=written)
 
 
-@contextlib.contextmanager
-def cache_rounding(lab: Lab, on: bool) -> Iterator[None]:
-    """Inside, the cache quantisers are on or off."""
-    before, lab.model.cache_rounding = lab.model.cache_rounding, on
-    try:
-        yield
-    finally:
-        lab.model.cache_rounding = before
+def window(config: ModelConfig) -> int:
+    """Tokens of a window of held-out text, BOS included: 1,024, or the context."""
+    return min(1024, config.max_position_embeddings)
 
 
-@contextlib.contextmanager
-def muted_engram(lab: Lab) -> Iterator[None]:
-    """Inside, Engram adds nothing to the streams: its value projection is zero."""
-    weights = [lab.model.get_parameter(f"layers.{layer}.engram.wkv.weight")
-               for layer in lab.config.engram_layer_ids]
-    saved = [w.data for w in weights]
-    for w in weights:
-        w.data = torch.zeros_like(w)
-    try:
-        yield
-    finally:
-        for w, data in zip(weights, saved, strict=True):
-            w.data = data
+def held_out_cost(lab: Lab, effort: Effort, progress: Callable[[list[Any]], Iterable[Any]]) -> Cost:
+    length = window(lab.config)
+    return text_cost(lab.model, lab.tokenizer, length=length, stride=length // 2,
+                     limit=effort.windows, progress=progress)
 
 
-@torch.no_grad()
-def attention_recall(lab: Lab, length: int = 1024, rows: int = 2,
-                     ) -> tuple[dict[str, float], dict[str, float]]:
-    """How much of the attention over *all* visible entries falls on the selected ones.
-
-    Per index source, mean over heads and over those queries of held-out text that see more
-    entries than they may select; and the same for random selections of that size.
-    """
-    c = lab.config
-    length = min(length, c.max_position_embeddings)
-    texts = list(load_corpus("heldout").values())[:rows]
-    ids = torch.tensor([[c.bos_token_id, *lab.tokenizer.encode(t)[: length - 1]] for t in texts])
-    taps = lab.trace(ids)
-    generator = torch.Generator().manual_seed(0)
-    found: dict[str, float] = {}
-    chance: dict[str, float] = {}
-    positions = torch.arange(ids.shape[1]).expand(len(texts), -1)
-    for source in c.index_source_layer_ids:
-        role, name = c.roles[source], f"layers.{source}.attn"
-        entries = taps[f"layers.{role.kv_source}.attn.compressed_kv"].float()      # [B,S,d]
-        seen = visible(positions, role.ratio, entries.shape[1])                     # [B,T,S]
-        dots = torch.einsum("bthd,bsd->bths", taps[f"{name}.q"].float(), entries)
-        dots = (dots * c.head_dim**-0.5).masked_fill(~seen[:, :, None], float("-inf"))
-        mass = torch.softmax(dots, -1).nan_to_num(0.0).mean(2)                      # [B,T,S]
-        choosing = seen.sum(-1) > c.index_topk                                      # [B,T]
-        if not bool(choosing.any()):
-            continue
-        chosen = taps[f"{name}.topk_indices"]                                       # [B,T,K]
-        at_random = torch.rand(seen.shape, generator=generator).masked_fill(~seen, -1.0)
-        at_random = at_random.topk(c.index_topk, dim=-1).indices
-        for kept, where in ((chosen, found), (at_random, chance)):
-            held = mass.gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, 0.0).sum(-1)
-            where[f"layer {source}"] = float(held[choosing].mean())
-    return found, chance
+def measure_replay(lab: Lab, effort: Effort,
+                   progress: Callable[[list[Any]], Iterable[Any]]) -> Replay:
+    """Behind half a window of held-out text, as long as the window of the layers."""
+    hit = window(lab.config) // 2
+    suffix = min(lab.config.sliding_window, window(lab.config) - hit)
+    found = bounded_replay(lab, effort.replays, hit, suffix, progress)
+    return Replay(effort.replays, hit, len(found.kl), found.mean, max(found.kl))
 
 
-def samples(lab: Lab, quiet: bool = False) -> Iterator[Sample]:
-    """Text from seven prompts at three temperatures, seeds fixed."""
-    prompts = [FIRST_WORDS]
-    for text in load_corpus("heldout").values():
-        paragraph = max(text.split("\n")[:8], key=len)
-        prompts.append(" ".join(paragraph.split()[:PROMPT_WORDS]))
-    jobs = [(p, t, seed) for t in TEMPERATURES for seed, p in enumerate(prompts)]
-    for prompt, temperature, seed in tqdm(jobs, desc="samples", disable=quiet, leave=False):
-        result = lab.generate(prompt, SAMPLE_TOKENS, temperature=temperature, seed=seed)
-        run = corpus_index().longest_run(result.text)
-        yield Sample(prompt, temperature, seed, result.text, share_of_known_words(result.text),
-                     len(run))
-
-
-def figures_text(f: Figures) -> str:
-    """The figures as lines for a terminal."""
-    lines = [
-        f"parameters                                   {f.parameters:,}",
-        "bits per byte on held-out text",
-        f"  as shipped (weights and cache rounded)     {f.bits_per_byte:.4f}",
-        f"  cache not rounded                          {f.bits_per_byte_unrounded_cache:.4f}",
-        f"  Engram muted                               {f.bits_per_byte_engram_muted:.4f}",
-        f"  gzip -9 after reading the training text    {f.bits_per_byte_gzip:.4f}",
-        f"  equal odds for every token                 {f.bits_per_byte_equal_odds:.4f}",
-        "attention mass on the selected entries (random selection)",
-    ]
-    for name, value in f.attention_recall.items():
-        chance = f.attention_recall_random[name]
-        lines.append(f"  {name:<42} {value:.3f}  ({chance:.3f})")
-    written = [s for s in f.samples if s.temperature == 0.8]
-    lines += [
-        f"samples at temperature 0.8, {len(written)} of {SAMPLE_TOKENS} tokens",
-        f"  words that occur in the training text      {f.known_words:.1%}",
-        f"  longest run copied from it, all samples    {f.copied_run} words",
-    ]
-    return "\n".join(lines)
+def draft_length(config: ModelConfig, effort: Effort) -> int | None:
+    """Tokens of the rows behind which a draft is tried; None: `measure_draft` says."""
+    if effort.draft_length is None:
+        return None
+    return min(effort.draft_length, config.max_position_embeddings - 1)

@@ -15,8 +15,10 @@ from labkit.paths import data_dir
 from labkit.text.train_tokenizer import train_mini_tokenizer
 from labkit.train.draft_command import measure_there
 from labkit.train.draft_record import read_draft_record
-from labkit.train.figures import figures_text, measure
-from labkit.train.record import read_log, training_record
+from labkit.train.figure_tables import figures_text
+from labkit.train.figures import measure
+from labkit.train.record import training_record
+from labkit.train.runs import logs_of, read_log, read_plain, read_runs
 
 
 def rebuild(say: Callable[[str], None] = print) -> None:
@@ -33,20 +35,20 @@ def rebuild(say: Callable[[str], None] = print) -> None:
     if trained_vocabulary() != (mini / "tokenizer.json").read_text(encoding="utf-8"):
         raise CheckpointError(f"{mini / 'tokenizer.json'} is not what the corpus gives: restore "
                               "it, or train the model again with the new one")
-    say("2/5 figures: data/mini/figures.json")
+    runs, log = read_runs(mini), read_log(mini / "log.jsonl")
+    logs_of(runs, log), read_plain(mini)  # refuse what does not fit before minutes of measuring
+    say("2/5 draft: data/mini/draft_figures.json, draft_calibration.json")
     lab = load("mini", device="cpu")
-    figures = measure(lab)
-    write(mini / "figures.json", json.dumps(figures.to_dict(), indent=1, ensure_ascii=False) + "\n")
-    say(figures_text(figures))
-    say("3/5 draft: data/mini/draft_figures.json, draft_calibration.json")
     if lab.has_draft:
         measure_there(mini)
+        lab = load("mini", device="cpu")  # with the new calibration
+    draft = read_draft_record(mini)
+    say("3/5 figures: data/mini/figures.json")
+    figures = measure(lab, draft=None if draft is None else draft.figures)
+    write(mini / "figures.json", json.dumps(figures.to_dict(), indent=1, ensure_ascii=False) + "\n")
+    say(figures_text(figures))
     say("4/5 record: data/mini/TRAINING.md")
-    log = read_log(mini / "log.jsonl")
-    facts = json.loads((mini / "run.json").read_text(encoding="utf-8"))
-    size = (mini / "model.safetensors").stat().st_size
-    write(mini / "TRAINING.md", training_record(lab.config, log, facts, figures, size,
-                                              read_draft_record(mini)))
+    write(mini / "TRAINING.md", training_record(lab.config, runs, log, figures, draft))
     say("5/5 notebooks and pictures")
     for path in tools:
         if subprocess.run([sys.executable, str(path)], cwd=root).returncode:

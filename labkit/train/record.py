@@ -3,84 +3,59 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labkit.config import ModelConfig
+from labkit.text.synthetic import KINDS
 from labkit.train.draft_record import DraftRecord, draft_section
-from labkit.train.figures import SAMPLE_TOKENS, TEMPERATURES, Figures
+from labkit.train.figure_tables import tables
+from labkit.train.figures import Figures
+from labkit.train.runs import Run, logs_of, stage_steps, tokens_read
+from labkit.train.samples import TEMPERATURES
 
 
-def training_record(config: ModelConfig, log: list[dict[str, Any]], facts: dict[str, Any],
-                    figures: Figures, size: int, draft: DraftRecord | None = None) -> str:
-    """The record as Markdown. log: lines of the run; facts: its options; size: bytes shipped,
-    with the draft."""
-    options = facts["options"]
-    tokens = options["batch"] * options["length"]
-    kinds = " ".join(f"{r.layer}:{r.kind}" + (f"/{r.ratio}" if r.ratio else "")
-                     for r in config.roles)
-    f = figures
-    defaults = {"batch": 2, "length": 1024, "seed": 0}
-    extra = "".join(f" --{k} {options[k]}" for k, v in defaults.items() if options[k] != v)
+def training_record(config: ModelConfig, runs: Sequence[Run], log: Sequence[Mapping[str, Any]],
+                    figures: Figures, draft: DraftRecord | None = None) -> str:
+    """The record as Markdown. runs: `labkit.train.runs.read_runs`; log: the lines of all."""
+    f, c = figures, config
+    kinds = " ".join(f"{r.layer}:{r.kind}" + (f"/{r.ratio}" if r.ratio else "") for r in c.roles)
+    read = {kind for run in runs for stage in run["options"]["stages"]
+            for kind, share in stage["shares"].items() if share}
+    written = [kind for kind in KINDS if kind in read and kind != "novels"]
     lines = [
         "# How this model was trained",
         "",
-        "Written by `labkit rebuild` from the run's log and fresh measurements.",
+        "Written by `labkit rebuild` from the log and fresh measurements.",
         "",
-        f"- Architecture: DeepSeek-V4.1, {f.parameters:,} parameters, {config.num_hidden_layers} "
-        f"layers ({kinds}), hidden size {config.hidden_size}, {config.hc_mult} streams, "
-        f"{config.n_routed_experts} experts of which {config.num_experts_per_tok} a token, Engram "
-        f"at layers {', '.join(map(str, config.engram_layer_ids))}, window "
-        f"{config.sliding_window}, top-k {config.index_topk}, pool of "
-        f"{config.candidate_topk_blocks} blocks of {config.candidate_block_size}.",
-        "- Data: six novels by Jane Austen (`data/corpus`), the last 5 % of each held out.",
-        f"- Command: `labkit train --steps {options['steps']}{extra}`, then "
-        "`labkit export runs/mini data/mini` and `labkit rebuild`.",
-        f"- Length: {facts['step']:,} steps of {tokens:,} tokens = {facts['step'] * tokens:,} "
-        f"tokens, {facts['seconds'] / 60:.0f} minutes of training on a CPU, "
-        f"{facts['threads']} thread" + ("s." if facts["threads"] > 1 else "."),
-        "- Seed: " + str(options["seed"]) + ". The same seed, code and machine repeat the run; "
-        "another processor rounds differently and gives another, equally good model.",
-        "- Options: `" + json.dumps(options) + "`.",
-        f"- Shipped in the released quantised layout, {size:,} bytes"
+        f"- Architecture: DeepSeek-V4.1, {f.parameters:,} parameters, {c.num_hidden_layers} "
+        f"layers ({kinds}), hidden size {c.hidden_size}, {c.hc_mult} streams, "
+        f"{c.n_routed_experts} experts of which {c.num_experts_per_tok} a token, Engram "
+        f"at layers {', '.join(map(str, c.engram_layer_ids))}, window "
+        f"{c.sliding_window}, top-k {c.index_topk}, pool of "
+        f"{c.candidate_topk_blocks} blocks of {c.candidate_block_size}.",
+        "- Data: six novels by Jane Austen (`data/corpus`), the last 5 % of each held out"
+        + (f", and text written by code (`labkit/text/synthetic.py`): {', '.join(written)}."
+           if written else "."),
+        "- The same seeds, code and machine repeat a run; another processor rounds differently and "
+        "gives another, equally good model.",
+        "- Afterwards: `labkit export runs/mini data/mini` and `labkit rebuild`.",
+        f"- Shipped in the released quantised layout, {f.file_bytes:,} bytes"
         + (", the draft included." if draft else "."),
         "",
-        "## What it reached",
-        "",
-        "| held-out text | bits per byte |",
-        "|---|---|",
-        f"| as shipped (weights and cache rounded) | {f.bits_per_byte:.3f} |",
-        f"| cache not rounded | {f.bits_per_byte_unrounded_cache:.3f} |",
-        f"| Engram muted | {f.bits_per_byte_engram_muted:.3f} |",
-        f"| gzip -9 after reading the training text | {f.bits_per_byte_gzip:.3f} |",
-        f"| equal odds for every token | {f.bits_per_byte_equal_odds:.3f} |",
-        "",
-        "| index source | attention mass on its selection | on a random selection |",
-        "|---|---|---|",
-        *[f"| {name} | {value:.3f} | {f.attention_recall_random[name]:.3f} |"
-          for name, value in f.attention_recall.items()],
-        "",
-        "Measured on queries that see more entries than they may select. The target of the "
-        "indexer is the attention of its own layer over all visible entries; layers that reuse "
-        "the selection were not asked.",
-        "",
-        f"Of the words in {SAMPLE_TOKENS}-token samples at temperature 0.8, {f.known_words:.1%} "
-        "occur in the training text; the longest run of words copied from it, at any "
-        f"temperature, is {f.copied_run}.",
-        "",
-        "## The curve",
-        "",
-        "Loss in nats a token on the training text; held-out bits per byte on 24 windows. "
-        "`log.jsonl` has every tenth step.",
-        "",
-        "| step | loss | index loss | held-out bits per byte | fullest expert / mean | rounding |",
-        "|---|---|---|---|---|---|",
-        *_curve(log),
-        "",
-        *(draft_section(config, draft) if draft else []),
-        "## Samples",
+        "## What it read",
         "",
     ]
+    for number, run in enumerate(runs, 1):
+        lines += _run_section(run, number, len(runs))
+    lines += ["## What it reached", ""]
+    for table in tables(f):
+        lines += table.markdown()
+    lines += ["## The curve", "", "Losses in nats a token on the training text; held-out bits per "
+              "byte on 24 windows. `log.jsonl` has every tenth step.", ""]
+    for number, part in enumerate(logs_of(runs, log), 1):
+        lines += ([f"Run {number}:", ""] if len(runs) > 1 else []) + _curve(part)
+    lines += [*(draft_section(config, draft) if draft else []), "## Samples", ""]
     for temperature in TEMPERATURES:
         lines += [f"### Temperature {temperature}", ""]
         for s in f.samples:
@@ -89,17 +64,69 @@ def training_record(config: ModelConfig, log: list[dict[str, Any]], facts: dict[
     return "\n".join(lines)
 
 
-def _curve(log: list[dict[str, Any]]) -> list[str]:
+# ---- the runs ----------------------------------------------------------------------------------
+
+USUAL = {"seed": 0, "cooldown": 0.5, "rounding_from": 0.85}  # what `labkit train` takes by default
+
+
+def _run_section(run: Run, number: int, count: int) -> list[str]:
+    options = run["options"]
+    kinds = [kind for kind in KINDS if any(stage["shares"].get(kind) for stage
+                                           in options["stages"])]
+    threads = run["threads"]
+    lines = [
+        *([f"### Run {number}", ""] if count > 1 else []),
+        f"- Command: `{command(run)}`" + (", starting from the run before." if number > 1 else "."),
+        f"- Length: {run['step']:,} steps, {tokens_read(run):,} tokens, "
+        f"{run['seconds'] / 60:.0f} minutes on a CPU, {threads} "
+        f"thread{'s' if threads > 1 else ''}" + (
+            f"; {run['cpu_seconds'] / 60:.0f} minutes of processor time."
+            if "cpu_seconds" in run else "."),
+        "- Options: `" + json.dumps({k: v for k, v in options.items() if k != "stages"}) + "`.",
+        "",
+        "| stage | steps | tokens a step | tokens a row | who selects | "
+        + " | ".join(kinds) + " |",
+        "|" + "---|" * (5 + len(kinds)),
+    ]
+    for place, (stage, steps) in enumerate(
+            zip(options["stages"], stage_steps(run), strict=True), 1):
+        shares = [f"{share:.0%}" if (share := stage["shares"].get(kind)) else "" for kind in kinds]
+        lines.append(f"| {place} | {steps:,} | {stage['tokens']:,} | {stage['length']:,} | "
+                     f"{stage['selecting']} | " + " | ".join(shares) + " |")
+    return [*lines, ""]
+
+
+def command(run: Run) -> str:
+    """What was typed, as far as the options tell."""
+    options = run["options"]
+    words = ["labkit train", f"--steps {options['steps']}"]
+    words += [f"--{name.replace('_', '-')} {options[name]}" for name, usual in USUAL.items()
+              if options.get(name, usual) != usual]
+    if options.get("start"):
+        words.append("--start CHECKPOINT")
+    return " ".join(words)
+
+
+def _curve(log: Sequence[Mapping[str, Any]]) -> list[str]:
+    """About twenty lines of a run, and all at which held-out text was looked at."""
     steps = [entry for entry in log if "loss" in entry]
     every = max(1, len(steps) // 16)
     chosen = [e for i, e in enumerate(steps)
               if i % every == 0 or "heldout_bits_per_byte" in e or e is steps[-1]]
-    return [
-        f"| {e['step']} | {e['loss']:.3f} | {e['index_loss']:.4f} | "
-        f"{e.get('heldout_bits_per_byte', '')} | {e['expert_load_max']} | "
-        f"{'on' if e['rounding'] else 'off'} |"
-        for e in chosen
-    ]
+    kinds = [kind for kind in KINDS if any(kind in e.get("loss_by_kind", {}) for e in chosen)]
+    head = ["step", "tokens", "loss", *kinds, "index loss", "held-out bits per byte",
+            "fullest expert / mean", "rounding"]
+
+    def row(e: Mapping[str, Any]) -> str:
+        by_kind = e.get("loss_by_kind", {})
+        return " | ".join([
+            str(e["step"]), f"{e['tokens']:,}", f"{e['loss']:.3f}",
+            *(f"{by_kind[kind]:.2f}" if kind in by_kind else "" for kind in kinds),
+            f"{e['index_loss']:.4f}", str(e.get("heldout_bits_per_byte", "")),
+            str(e["expert_load_max"]), "on" if e["rounding"] else "off"])
+
+    return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head),
+            *(f"| {row(e)} |" for e in chosen), ""]
 
 
 def _quoted(text: str) -> str:
@@ -107,7 +134,3 @@ def _quoted(text: str) -> str:
     for mark in "\\`*_<>[]#|":
         text = text.replace(mark, "\\" + mark)
     return " / ".join(text.split("\n"))
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
