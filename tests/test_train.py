@@ -212,16 +212,17 @@ def test_rounded_weights_are_left_again(trainer):
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(tokenizer, tmp_path):
-    config = ModelConfig.preset("nano")
-    whole = Trainer(config, tokenizer, tmp_path / "whole", OPTIONS)
+@pytest.mark.parametrize("tables_by", ["adamw", "momentum"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tokenizer, tmp_path, tables_by):
+    config, options = ModelConfig.preset("nano"), dataclasses.replace(OPTIONS, tables_by=tables_by)
+    whole = Trainer(config, tokenizer, tmp_path / "whole", options)
     whole.run(look_every=100, quiet=True)
-    first = Trainer(config, tokenizer, tmp_path / "parts", OPTIONS)
+    first = Trainer(config, tokenizer, tmp_path / "parts", options)
     for _ in range(2):
         first.one_step()
         first.step += 1
     first.save()
-    second = Trainer(config, tokenizer, tmp_path / "parts", OPTIONS)
+    second = Trainer(config, tokenizer, tmp_path / "parts", options)
     assert second.step == 2
     second.run(look_every=100, quiet=True)
     for (name, a), b in zip(whole.model.named_parameters(), second.model.parameters(), strict=True):

@@ -68,6 +68,7 @@ class Options:
     lr: float = 2e-3              # AdamW
     muon_lr: float = 1e-2
     table_lr: float = 1e-2        # rows of the Engram tables
+    tables_by: str = "adamw"      # or "momentum": the published rule (`labkit.train.tables`)
     weight_decay: float = 0.1
     warmup: int = 60
     clip: float = 1.0
@@ -116,7 +117,8 @@ class Trainer(StagedRun):
         if start is not None:
             self.model.load_state_dict(backbone(start))
         self.resume(self.model, optimizers(self.model, options.lr, options.muon_lr,
-                                           options.weight_decay, options.table_lr))
+                                           options.weight_decay, options.table_lr,
+                                           options.tables_by))
 
     def one_step(self) -> dict[str, Any]:
         o = self.options

@@ -1,11 +1,14 @@
-"""Who is updated how: matrices of the layers by Muon, everything else by AdamW."""
+"""Who is updated how: matrices of the layers by Muon, tables by their own rule if asked, everything
+else by AdamW."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from labkit.errors import InputError
 from labkit.train.muon import Muon
+from labkit.train.tables import TableMomentum
 
 TABLE_FACTOR = 5.0   # learning rate of tables over the rest (technical report: 5x for Engram)
 
@@ -20,12 +23,17 @@ def uses_muon(name: str, parameter: nn.Parameter) -> bool:
 
 
 def optimizers(model: nn.Module, lr: float, muon_lr: float, weight_decay: float,
-               table_lr: float | None = None) -> list[torch.optim.Optimizer]:
-    """[Muon, AdamW]; every group carries `peak`, its learning rate at the top of the schedule.
+               table_lr: float | None = None, tables_by: str = "adamw",
+               ) -> list[torch.optim.Optimizer]:
+    """[Muon, AdamW], maybe a third for the tables; every group carries `peak`, its learning rate
+    at the top of the schedule.
 
     table_lr: of Engram tables and the draft's Markov head, whose rows are met as rarely; None:
-    `TABLE_FACTOR` times `lr`.
+    `TABLE_FACTOR` times `lr`. tables_by: "adamw" or "momentum" (`TableMomentum`).
     """
+    if tables_by not in ("adamw", "momentum"):
+        raise InputError(f"tables_by is {tables_by!r}: choose adamw or momentum")
+    table_lr = TABLE_FACTOR * lr if table_lr is None else table_lr
     matrices, tables, plain, decayed = [], [], [], []
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -38,17 +46,20 @@ def optimizers(model: nn.Module, lr: float, muon_lr: float, weight_decay: float,
             decayed.append(p)
         else:
             plain.append(p)
-    adamw = torch.optim.AdamW(
-        [{"params": decayed, "lr": lr, "weight_decay": weight_decay},
-         {"params": plain, "lr": lr, "weight_decay": 0.0},
-         {"params": tables, "lr": TABLE_FACTOR * lr if table_lr is None else table_lr,
-          "weight_decay": 0.0}],
-        betas=(0.9, 0.95), eps=1e-10, fused=True)
+    groups = [{"params": decayed, "lr": lr, "weight_decay": weight_decay},
+              {"params": plain, "lr": lr, "weight_decay": 0.0}]
+    own = tables_by == "momentum" and bool(tables)
+    if not own:
+        groups.append({"params": tables, "lr": table_lr, "weight_decay": 0.0})
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, fused=True)
     muon = Muon(matrices, lr=muon_lr, weight_decay=weight_decay, momentum=0.95)
-    for optimizer in (muon, adamw):
+    found: list[torch.optim.Optimizer] = [muon, adamw]
+    if own:
+        found.append(TableMomentum(tables, lr=table_lr))
+    for optimizer in found:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
-    return [muon, adamw]
+    return found
 
 
 def schedule(step: int, steps: int, warmup: int, cooldown: float = 0.5,
