@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from labkit import __version__
-from labkit.cli_training import export, train, train_draft
+from labkit.cli_training import ablate, export, train, train_draft, train_plain
 from labkit.errors import LabError
 
 
@@ -276,6 +276,8 @@ def accounting(
 app.command()(train)
 app.command("train-draft")(train_draft)
 app.command()(export)
+app.command("train-plain")(train_plain)
+app.command()(ablate)
 
 
 @app.command()

@@ -1,4 +1,5 @@
-"""The commands that train, registered in `labkit.cli`: `train`, `train-draft`, `export`."""
+"""The commands that train, registered in `labkit.cli`: `train`, `train-draft`, `export`,
+`train-plain`, `ablate`."""
 
 from __future__ import annotations
 
@@ -88,3 +89,69 @@ def export(
 
     for path in export_run(run, out, preset, form):
         typer.echo(f"{path}  {path.stat().st_size:,} bytes")
+
+
+def train_plain(
+    run: Annotated[Path, typer.Option(help="Folder of the run: its state and its log.")] = Path(
+        "runs/plain"),
+    like: Annotated[list[Path] | None, typer.Option(
+        help="Run to compare with, a run.json or a folder; several in order where one began with "
+             "the weights of another. Default: that of the shipped model.")] = None,
+    preset: Annotated[str, typer.Option(help="Configuration to compare with.")] = "mini",
+    steps: Annotated[int | None, typer.Option(
+        help="Another length, with the same shares of it for every stage.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the weights; default: as the run.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Of an attention head: 32 or 64.")] = 32,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier run there.")] = False,
+) -> None:
+    """Train a plain transformer of as many active parameters on the rows that the model read.
+
+    The same command goes on where it stopped; Ctrl-C saves and stops. At the end it is measured on
+    held-out text; the figures go to plain.json in the folder of the run.
+
+    \b
+    Examples:
+      labkit train-plain
+      labkit train-plain --like runs/mini --like runs/more
+      labkit train-plain --run runs/try --steps 100 --fresh
+    """
+    from labkit.train.plain_run import train_plain
+
+    train_plain(run, preset, like or [], fresh, steps, seed, head_dim)
+
+
+def ablate(
+    only: Annotated[list[str] | None, typer.Option(
+        help="Variant to train; may be given several times. Default: all.")] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of every variant.")] = 2,
+    tokens: Annotated[int, typer.Option(help="Read by every run, at least.")] = 2_000_000,
+    runs: Annotated[Path, typer.Option(help="Folder of the runs, a folder each.")] = Path(
+        "runs/ablations"),
+    results: Annotated[Path | None, typer.Option(
+        help="Folder of the results. Default: ablations in the data folder.")] = None,
+    only_table: Annotated[bool, typer.Option(
+        "--table", help="Train nothing: print the table of the saved results.")] = False,
+    fresh: Annotated[bool, typer.Option(
+        "--fresh", help="Forget earlier runs and results of these variants.")] = False,
+) -> None:
+    """Train small models that differ in one part each, and print what every part is worth.
+
+    Runs that have a result are skipped, unfinished ones go on; Ctrl-C saves and stops.
+
+    \b
+    Examples:
+      labkit ablate --table
+      labkit ablate
+      labkit ablate --only base --only no-engram --seeds 3
+      labkit ablate --tokens 20000 --runs runs/try --results runs/try --seeds 1
+    """
+    from labkit.paths import data_dir
+    from labkit.train.ablation_table import read_results, table
+    from labkit.train.ablations import ablate
+    from labkit.train.command import preset_tokenizer
+
+    folder = results or data_dir() / "ablations"
+    if not only_table:
+        ablate(runs, folder, preset_tokenizer("mini")[1], only=only or (), seeds=seeds,
+               tokens=tokens, fresh=fresh, say=typer.echo)
+    typer.echo(table(read_results(folder)))
