@@ -286,8 +286,7 @@ def test_the_saved_results_are_those_of_the_code(tokenizer):
     results = read_results(folder)
     for result in results:
         options = options_for(VARIANTS[result["name"]], result["seed"], result["tokens"])
-        facts = ablations._facts(VARIANTS[result["name"]], base, dataclasses.replace(
-            options, steps=result["steps"]))
-        assert {name: result[name] for name in facts} == facts, result["name"]
+        ablations.check_result(ablations.result_file(folder, result["name"], result["seed"]),
+                               ablations.run_facts(VARIANTS[result["name"]], base, options))
         assert result["tokens"] >= 2_000_000
     print(table(results))

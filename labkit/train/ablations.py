@@ -214,9 +214,9 @@ def ablate(runs: Path, results: Path, tokenizer: Tokenizer, *, only: Sequence[st
             if fresh:
                 forget(folder)
                 file.unlink(missing_ok=True)
-            facts = _facts(variant, base, options)
+            facts = run_facts(variant, base, options)
             if file.is_file():
-                _check_result(file, facts)
+                check_result(file, facts)
                 say(f"{variant.title}, seed {seed}: done, {file}")
                 continue
             # Compiled for other shapes: what a run before this one left would count as retries.
@@ -236,7 +236,7 @@ def named(name: str) -> Variant:
     return VARIANTS[name]
 
 
-def _facts(variant: Variant, base: ModelConfig, options: AblationOptions) -> dict[str, Any]:
+def run_facts(variant: Variant, base: ModelConfig, options: AblationOptions) -> dict[str, Any]:
     """What a result says of its run, known before it begins."""
     changes = {} if variant.plain else differences(variant_config(variant, base), base)
     facts = {"name": variant.name, "title": variant.title, "plain": variant.plain,
@@ -245,10 +245,15 @@ def _facts(variant: Variant, base: ModelConfig, options: AblationOptions) -> dic
     return json.loads(json.dumps(facts))  # type: ignore[no-any-return]
 
 
-def _check_result(file: Path, facts: dict[str, Any]) -> None:
+def check_result(file: Path, facts: dict[str, Any]) -> None:
     saved = json.loads(file.read_text(encoding="utf-8"))
     for name, value in facts.items():
-        if saved.get(name) != value:
+        known = saved.get(name)
+        if name == "options" and isinstance(known, dict):
+            # An option that came later leaves a run as it was, by its default.
+            value = {option: v for option, v in value.items() if option in known}
+            known = {option: v for option, v in known.items() if option in value}
+        if known != value:
             raise InputError(f"{file} is of a run with other {name}: give the same tokens, another "
                              "folder for the results, or --fresh")
 

@@ -250,6 +250,6 @@ def write_plain(trainer: PlainRun, command: str, compared: int) -> Path:
     trainer.folder.mkdir(parents=True, exist_ok=True)
     path = trainer.folder / "plain.json"
     path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    print(f"held-out text: {bits:.4f} bits per byte; recall "
-          + " ".join(f"{distance}: {share:.0%}" for distance, share in recall.items()) + f"; {path}")
+    shares = " ".join(f"{distance}: {share:.0%}" for distance, share in recall.items())
+    print(f"held-out text: {bits:.4f} bits per byte; recall {shares}; {path}")
     return path
