@@ -37,7 +37,7 @@ RECALL_COUNT = 100
 
 # As `labkit.train.loop.FROM_NOTHING`, on rows that these models can take.
 STAGES = (
-    Stage(0.15, 1024, 128, "all", {"copy": 1.0}, balance=0.0),
+    Stage(0.25, 1024, 128, "all", {"copy": 1.0}, balance=0.0),
     Stage(0.7, 2048, 256, "all", {"novels": 0.35, "needle": 0.2, "pairs": 0.2, "copy": 0.03,
                                   "code": 0.1, "facts": 0.08, "arithmetic": 0.04}),
     Stage(1.0, 2048, 512, "index", {"novels": 0.4, "needle": 0.25, "pairs": 0.1, "copy": 0.02,
