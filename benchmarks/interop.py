@@ -136,6 +136,11 @@ def chosen_rows(length: int, rows: int | None) -> list[int]:
 
 # ---- labkit's side --------------------------------------------------------------------------
 
+DEPENDS = ("lab.py", "config*.py", *(f"{floor}/*.py" for floor in (
+    "cache", "checkpoint", "engine", "kernels", "model", "numerics", "text")))
+"""The code that labkit's kept answers depend on; training and pictures are no part of it."""
+
+
 @dataclass
 class Ours:
     """labkit's answers, computed once for every mode and kept in files."""
@@ -148,8 +153,8 @@ class Ours:
     def _kept(self, what: str, job: dict[str, Any],
               make: Callable[[], dict[str, Any]]) -> dict[str, np.ndarray]:
         package = Path(labkit.__file__).parent
-        files = [*env.checkpoint_files(self.folder), *sorted(package.rglob("*.py")),
-                 Path(lab_side.__file__)]
+        files = [*env.checkpoint_files(self.folder), Path(lab_side.__file__),
+                 *(f for part in DEPENDS for f in sorted(package.glob(part)))]
         name = f"labkit-{env.digest(files, what, job, torch.__version__)}"
         if name not in self.made:
             path = self.results / f"{name}.npz"
@@ -231,8 +236,9 @@ def compare_mode(theirs: Theirs, mode: env.Mode, ours: Ours) -> Outcome:
     outcome = Outcome(recipe, mode, compare.ROUNDED if mode.rounded else compare.UNROUNDED)
     logits, (tokens, steps) = ours.logits(mode), ours.greedy(mode)
     rows = [chosen_rows(len(ids), recipe.rows) for ids in asked.texts]
+    written = asked.prompts[: recipe.prompts]
     found = theirs.answer(mode, {
-        "texts": asked.texts, "rows": rows, "prompts": asked.prompts, "steps": asked.steps,
+        "texts": asked.texts, "rows": rows, "prompts": written, "steps": asked.steps,
         "given": tokens if recipe.reads_off else []})
     outcome.version, outcome.added = str(found["version"]), theirs.added
     floor = ours.floor(mode)
@@ -242,7 +248,7 @@ def compare_mode(theirs: Theirs, mode: env.Mode, ours: Ours) -> Outcome:
             len(ids), rows[number],
             compare.distance(found[f"logits.{number}"], us, outcome.tolerance),
             compare.distance(floor[number][rows[number]], us, outcome.tolerance)))
-    for number, prompt in enumerate(asked.prompts):
+    for number, prompt in enumerate(written):
         step = compare.parting(found[f"tokens.{number}"].tolist(), tokens[number])
         writing = Writing(number, len(prompt), step)
         if step is not None:
@@ -299,6 +305,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
                 outcome = compare_mode(theirs, mode, ours)
             except env.EngineError as error:
                 outcome = Outcome(recipe, mode, 0.0, failure=str(error))
+            except (KeyError, ValueError) as error:  # answers that are cut short or of other shapes
+                outcome = Outcome(recipe, mode, 0.0, failure=f"answers do not fit: {error}")
             tell(f"{name} ({mode.name}): {outcome.failure or outcome.verdict}")
             outcomes.append(outcome)
             ours.made.clear()  # logits of long texts: one mode at a time

@@ -6,6 +6,7 @@ import ctypes
 import importlib.metadata
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ class Engine:
         tokens: list[int] = []
         logits: list[np.ndarray] = []
         while True:
+            # The call below waits in a loop of its own, which takes the core from the engine.
+            while not self.library.can_fetch_response_llm_model(self.model.model, handle):
+                time.sleep(0.002)
             token = self.library.fetch_response_logits_llm_model(self.model.model, handle, buffer)
             if token <= -1:
                 return tokens, logits
