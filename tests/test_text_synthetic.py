@@ -13,6 +13,8 @@ from labkit import paths
 from labkit.errors import InputError
 from labkit.text.corpus import load_corpus
 from labkit.text.synthetic import (
+    COPIED,
+    FACTS,
     KINDS,
     NAMES,
     OPERATIONS,
@@ -204,7 +206,7 @@ def test_novel_passages_are_the_whole_novels_once_before_any_again(tokenizer):
 # -- bad input ----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("call, said", [
-    (lambda t: document("poetry", t), "choose one of needle, code"),
+    (lambda t: document("poetry", t), "choose one of needle, copy"),
     (lambda t: document("code", t, split="test"), "split is 'test'"),
     (lambda t: document("code", t, length=100), "128 tokens or more"),
     (lambda t: document("code", t, index=-1), "numbered from 0"),
@@ -230,3 +232,31 @@ def test_a_vocabulary_that_joins_words_is_refused(tokenizer):
 
     with pytest.raises(InputError, match="joins a word to the one before"):
         recall(Joining(tokenizer.backend), 100, 300)
+
+
+# -- copying and pairs ---------------------------------------------------------------------------
+
+def test_a_row_of_words_is_said_over_and_over(tokenizer):
+    for d in islice(documents("copy", tokenizer, length=256), 20):
+        words = d.text.split()
+        period = next(n for n in range(1, len(words)) if words[n:] == words[:-n])
+        assert 1 <= period <= 24 and len(words) == len(d.ids)  # a word is a token
+        assert len(set(words)) <= COPIED
+
+
+def test_pairs_come_again_in_another_order(tokenizer):
+    for d in islice(documents("pairs", tokenizer, length=512), 20):
+        lines = d.text.splitlines()
+        pairs = dict(line.split() for line in lines)
+        assert all(line == f"{name} {pairs[name]}" for line in lines for name in [line.split()[0]])
+        n = len(pairs)
+        passes = [lines[i : i + n] for i in range(0, len(lines) - n + 1, n)]
+        assert 1 < n <= 12 and all(set(p) == set(passes[0]) for p in passes)
+        assert len(passes) < 4 or n < 4 or len({tuple(p) for p in passes}) > 1
+
+
+def test_the_facts_of_any_seed_are_of_one_table(tokenizer):
+    known = {fact.sentence for fact in fact_table(FACTS, "train")}
+    for seed in (0, 7):
+        d = document("facts", tokenizer, seed=seed, length=1000)
+        assert set(d.text.splitlines(keepends=True)) <= known
