@@ -18,9 +18,12 @@ from labkit.paths import data_dir
 from labkit.text.tokenizer import Tokenizer
 from labkit.train import attention_mass as mass_module
 from labkit.train import dense
+from labkit.train import draft_figures as draft_module
 from labkit.train.agreement import REUSES, Agreement, Reuse, bounded_replay, held_out
 from labkit.train.attention_mass import attention_mass, held, kept_mass, random_selection
 from labkit.train.controls import all_entries, cache_rounding, muted_engram, selecting
+from labkit.train.draft_figures import judge_draft
+from labkit.train.drafter import heldout_rows
 from labkit.train.evaluate import bits_per_byte, text_cost
 from labkit.train.figure_tables import figures_text
 from labkit.train.figures import Effort, Figures, measure
@@ -296,6 +299,22 @@ def test_reuse_is_exact_where_it_says_so_and_bounded_is_not():
         reuse.logits("warm")
     with pytest.raises(InputError, match="ask for shorter"):
         held_out(lab, 1, 10**6)
+
+
+def test_a_draft_is_judged_where_it_was_not_fitted(monkeypatch):
+    lab = nano()
+    rows = heldout_rows(lab.tokenizer, draft_module.row_length(lab.config))
+    seen, whole = [], draft_module.try_drafts
+    monkeypatch.setattr(draft_module, "try_drafts", lambda model, text, *a, **k: (
+        seen.append(text), whole(model, text, *a, **k))[1])
+    found = judge_draft(lab, 30, 3, quiet=True)
+    assert all(any(torch.equal(row, other[:31]) for other in rows[1::2]) for row in seen[0])
+    assert len(seen[0]) == 3 and torch.equal(seen[0][0], rows[1][:31])
+    assert found.temperatures == (1.0,) * 5 and found.ece_after == found.ece_before
+    monkeypatch.setattr(lab, "calibration", SimpleNamespace(temperatures=(4.0,) * 5))
+    cooler = judge_draft(lab, 30, 3, quiet=True)
+    assert cooler.temperatures == (4.0,) * 5 and cooler.ece_after != found.ece_after
+    assert (cooler.ece_before, cooler.sampled) == (found.ece_before, found.sampled)
 
 
 # ---- all together ------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from labkit.config import ModelConfig
 from labkit.engine.calibration import Calibration, draft_digest, target_digest
 from labkit.engine.sampling import Sampling
 from labkit.engine.speculation import Request, propose, verify
@@ -137,35 +138,78 @@ class DraftFigures:
         return cls(**known)
 
 
+def row_length(config: ModelConfig) -> int:
+    """Tokens of the rows of text that temperatures are fitted on: 1,024 or what fits."""
+    return min(1024, config.max_position_embeddings - 1)
+
+
 def measure_draft(lab: Lab, length: int | None = None, limit: int | None = None,
-                  quiet: bool = False, temperatures: Sequence[float] | None = None,
-                  ) -> tuple[DraftFigures, Calibration]:
+                  quiet: bool = False) -> tuple[DraftFigures, Calibration]:
     """Every figure of a lab's draft, and its calibration, fitted on the way.
 
-    length: tokens of a row of text, by default 1,024 or what the context holds; limit: rows.
-    temperatures: of the confidence, to be judged as they are instead of fitted ones.
+    length: tokens of a row of text, by default `row_length`; limit: rows.
     """
+    model = lab.model
+    length = length or row_length(lab.config)
+    text = heldout_rows(lab.tokenizer, length, limit)
+    tried = _try_all(lab, text, quiet)
+    fitted, judged = tried[0].of_rows(odd=False), tried[0].of_rows(odd=True)
+    figures = _figures(lab, tried, judged, tried[1].of_rows(odd=True), fit_temperatures(
+        fitted.confidence_logits, fitted.survived).temperatures, length, limit)
+    assert model.mtp is not None
+    return figures, Calibration(
+        figures.temperatures, figures.ece_before, figures.ece_after,
+        {"text": "held-out text of the corpus: fitted on the even rows, errors of the odd ones",
+         "temperature": SAMPLED.temperature, "tokens_a_row": length, "rows": len(text),
+         "proposals_fitted": len(fitted.survived), "proposals_judged": len(judged.survived)},
+        draft_digest(model.mtp.last.confidence_head.proj.weight), target_digest(model))
+
+
+def judge_draft(lab: Lab, length: int, limit: int, quiet: bool = False) -> DraftFigures:
+    """The figures of a lab's draft with the calibration that it came with, all 1 without one.
+
+    On the first `length` tokens of at most `limit` of those rows on which `measure_draft` does
+    not fit, so that all of them can judge.
+    """
+    rows = heldout_rows(lab.tokenizer, row_length(lab.config))[1::2]
+    count = min(limit, len(rows))
+    text = rows[[i * len(rows) // count for i in range(count)], : length + 1]
+    tried = _try_all(lab, text, quiet)
+    temperatures = (lab.calibration.temperatures if lab.calibration
+                    else (1.0,) * lab.config.dspark_block_size)
+    return _figures(lab, tried, tried[0], tried[1], temperatures, text.shape[1] - 1, limit)
+
+
+# ---- what both do ------------------------------------------------------------------------------
+
+Tried = tuple[Trials, Trials, Trials, Trials]  # of text, sampled and greedy; of code
+
+
+def _try_all(lab: Lab, text: torch.Tensor, quiet: bool) -> Tried:
+    """Behind text [rows,T], and behind as many rows of code, no longer."""
     from tqdm import tqdm
 
-    model = lab.model
-    assert model.mtp is not None
-    length = length or min(1024, lab.config.max_position_embeddings - 1)
-    text = heldout_rows(lab.tokenizer, length, limit)
+    assert lab.model.mtp is not None
+    code = code_rows(lab.tokenizer, min(CODE_LENGTH, text.shape[1] - 1),
+                     min(CODE_ROWS, len(text)))
 
-    code = code_rows(lab.tokenizer, min(CODE_LENGTH, length), min(CODE_ROWS, len(text)))
-
-    def trials(sampling: Sampling, title: str, text: torch.Tensor = text) -> Trials:
+    def trials(rows: torch.Tensor, sampling: Sampling, title: str) -> Trials:
         def bar(positions: Sequence[int]) -> Iterable[int]:
             return tqdm(positions, desc=title, unit="step", disable=quiet, leave=False)
 
-        return try_drafts(model, text, sampling, vocabulary=lab.tokenizer.vocab_size, progress=bar)
+        return try_drafts(lab.model, rows, sampling, vocabulary=lab.tokenizer.vocab_size,
+                          progress=bar)
 
-    sampled, greedy = trials(SAMPLED, "drafts, sampled"), trials(GREEDY, "drafts, greedy")
-    on_code = (trials(SAMPLED, "drafts of code, sampled", code),
-               trials(GREEDY, "drafts of code, greedy", code))
-    fitted, judged = sampled.of_rows(odd=False), sampled.of_rows(odd=True)
-    T = temperatures or fit_temperatures(fitted.confidence_logits, fitted.survived).temperatures
-    other = greedy.of_rows(odd=True)
+    return (trials(text, SAMPLED, "drafts, sampled"), trials(text, GREEDY, "drafts, greedy"),
+            trials(code, SAMPLED, "drafts of code, sampled"),
+            trials(code, GREEDY, "drafts of code, greedy"))
+
+
+def _figures(lab: Lab, tried: Tried, judged: Trials, judged_greedy: Trials,
+             temperatures: Sequence[float], length: int, limit: int | None) -> DraftFigures:
+    """judged: what the temperatures are judged on. length and limit: of the rows whose total
+    variation is measured."""
+    sampled, greedy, code_sampled, code_greedy = tried
 
     def errors(trials: Trials, temperatures: Sequence[float] | None) -> tuple[float, ...]:
         found = survival_errors(trials.confidence_logits, trials.survived, temperatures)
@@ -174,23 +218,18 @@ def measure_draft(lab: Lab, length: int | None = None, limit: int | None = None,
     def shares(trials: Trials) -> tuple[float, ...]:
         return tuple(round(s, 4) for s in trials.survived.double().mean(0).tolist())
 
-    figures = DraftFigures(
-        parameters=sum(p.numel() for p in model.mtp.parameters()),
-        proposals=len(sampled.survived),
-        acceptance=tuple(round(a, 4) for a in acceptance(model, lab.tokenizer, length, limit)),
+    assert lab.model.mtp is not None
+    found = acceptance(lab.model, lab.tokenizer, length, limit)
+    return DraftFigures(
+        parameters=sum(p.numel() for p in lab.model.mtp.parameters()),
+        proposals=len(sampled.survived), acceptance=tuple(round(a, 4) for a in found),
         sampled=shares(sampled), sampled_length=round(sampled.accepted, 3),
         greedy=shares(greedy), greedy_length=round(greedy.accepted, 3),
-        temperatures=tuple(round(t, 4) for t in T),
-        ece_before=errors(judged, None), ece_after=errors(judged, T),
-        ece_greedy_before=errors(other, None), ece_greedy_after=errors(other, T),
-        code_proposals=len(on_code[0].survived),
-        code_sampled_length=round(on_code[0].accepted, 3),
-        code_greedy_length=round(on_code[1].accepted, 3),
+        temperatures=tuple(round(t, 4) for t in temperatures),
+        ece_before=errors(judged, None), ece_after=errors(judged, temperatures),
+        ece_greedy_before=errors(judged_greedy, None),
+        ece_greedy_after=errors(judged_greedy, temperatures),
+        code_proposals=len(code_sampled.survived),
+        code_sampled_length=round(code_sampled.accepted, 3),
+        code_greedy_length=round(code_greedy.accepted, 3),
     )
-    calibration = Calibration(
-        figures.temperatures, figures.ece_before, figures.ece_after,
-        {"text": "held-out text of the corpus: fitted on the even rows, errors of the odd ones",
-         "temperature": SAMPLED.temperature, "tokens_a_row": length, "rows": len(text),
-         "proposals_fitted": len(fitted.survived), "proposals_judged": len(judged.survived)},
-        draft_digest(model.mtp.last.confidence_head.proj.weight), target_digest(model))
-    return figures, calibration

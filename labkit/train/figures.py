@@ -16,7 +16,7 @@ from labkit.text.stats import gzip_bits_per_byte, share_of_known_words
 from labkit.train.agreement import bounded_replay
 from labkit.train.attention_mass import Mass, attention_mass
 from labkit.train.controls import cache_rounding, muted_engram, selecting
-from labkit.train.draft_figures import DraftFigures, measure_draft
+from labkit.train.draft_figures import DraftFigures, judge_draft
 from labkit.train.evaluate import Cost, text_cost
 from labkit.train.kinds import NOVELS, KindCost, kind_cost, kind_costs
 from labkit.train.recall import AS_SHIPPED, NEAR, RecallPoint, needles_fit, recall_curve
@@ -35,8 +35,8 @@ class Effort:
     mass_rows: int = 6
     mass_answers: int = 4
     replays: int = 24
-    draft_rows: int | None = 8                  # None: as many as the record of the draft has
-    draft_length: int | None = 512
+    draft_rows: int = 22                        # of text, and of so many tokens
+    draft_length: int = 384
     prompts: int | None = None
 
     def recall_count(self, control: str, distance: int) -> int:
@@ -45,7 +45,7 @@ class Effort:
 
 
 FULL = Effort()
-QUICK = Effort(8, (4, 2), (1, 1), 1, 1, 1, 2, 2, 128, 1)
+QUICK = Effort(6, (4, 2), (1, 1), 1, 1, 1, 2, 2, 128, 1)
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,7 @@ def measure(lab: Lab, effort: Effort = FULL, *, quiet: bool = False,
                  *kind_costs(lab, effort.documents, seed, bar("kinds of text")))
         replay = measure_replay(lab, effort, bar("bounded replay"))
         if draft is None and lab.has_draft:
-            draft = measure_draft(
-                lab, draft_length(lab.config, effort), effort.draft_rows, quiet,
-                lab.calibration.temperatures if lab.calibration else None)[0]
+            draft = judge_draft(lab, effort.draft_length, effort.draft_rows, quiet)
         written = tuple(samples(lab, effort.prompts, quiet))
     return Figures(
         parameters=sum(p.numel() for n, p in model.named_parameters() if not n.startswith("mtp.")),
@@ -176,9 +174,3 @@ def measure_replay(lab: Lab, effort: Effort,
     found = bounded_replay(lab, effort.replays, hit, suffix, progress)
     return Replay(effort.replays, hit, len(found.kl), found.mean, max(found.kl))
 
-
-def draft_length(config: ModelConfig, effort: Effort) -> int | None:
-    """Tokens of the rows behind which a draft is tried; None: `measure_draft` says."""
-    if effort.draft_length is None:
-        return None
-    return min(effort.draft_length, config.max_position_embeddings - 1)
