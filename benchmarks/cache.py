@@ -184,7 +184,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 def decode_table(lab: Lab, options: argparse.Namespace) -> None:
     """Decode speed behind the same past in each form."""
-    text = held_out(lab, 1, options)[0]
+    text = held_out(lab, 1, options.hit + options.suffix)[0]
     past, new = text[: options.hit], text[options.hit :]
     heading("Decoding", repr(lab), model_threads(lab, options),
           f"{len(new)} tokens one by one behind {len(past)}")

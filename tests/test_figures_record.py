@@ -11,7 +11,6 @@ from labkit.config import ModelConfig
 from labkit.errors import CheckpointError
 from labkit.train.record import command, training_record
 from labkit.train.runs import (
-    facts_seed,
     logs_of,
     read_plain,
     read_runs,
@@ -52,7 +51,7 @@ def write(folder, runs):
 
 
 def test_runs_are_read_in_both_forms(tmp_path):
-    assert read_runs(tmp_path) == [] and facts_seed([]) == 0
+    assert read_runs(tmp_path) == []
     assert write(tmp_path, [FIRST, SECOND]) == [FIRST, SECOND]
     assert write(tmp_path, FIRST) == [FIRST]
     (old,) = write(tmp_path, OLD)
@@ -64,8 +63,6 @@ def test_stages_are_counted():
     assert stage_steps(FIRST) == [25, 75] and stage_steps(FIRST, 30) == [25, 5]
     assert tokens_read(FIRST) == 25 * 1024 + 75 * 2048
     assert stage_steps(SECOND) == [40] and tokens_read(SECOND) == 40 * 4096   # stopped early
-    assert facts_seed([FIRST, SECOND]) == 4      # the second stage's: its seed is one higher
-    assert facts_seed([SECOND]) == 0
 
 
 def test_the_command_is_told():

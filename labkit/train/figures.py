@@ -20,7 +20,7 @@ from labkit.train.draft_figures import DraftFigures, judge_draft
 from labkit.train.evaluate import Cost, text_cost
 from labkit.train.kinds import NOVELS, KindCost, kind_cost, kind_costs
 from labkit.train.recall import AS_SHIPPED, NEAR, RecallPoint, needles_fit, recall_curve
-from labkit.train.runs import Plain, facts_seed, read_plain, read_runs
+from labkit.train.runs import Plain, read_plain
 from labkit.train.samples import Sample, samples
 
 
@@ -133,9 +133,8 @@ def measure(lab: Lab, effort: Effort = FULL, *, quiet: bool = False,
         recall = () if not needles_fit(lab.tokenizer) else recall_curve(
             model, lab.tokenizer, effort.recall_count, bar("needles"))
         mass = attention_mass(lab, effort.mass_rows, effort.mass_answers, bar("attention mass"))
-        seed = 0 if folder is None else facts_seed(read_runs(folder))
         kinds = (kind_cost(NOVELS, shipped, muted),
-                 *kind_costs(lab, effort.documents, seed, bar("kinds of text")))
+                 *kind_costs(lab, effort.documents, bar("kinds of text")))
         replay = measure_replay(lab, effort, bar("bounded replay"))
         if draft is None and lab.has_draft:
             draft = judge_draft(lab, effort.draft_length, effort.draft_rows, quiet)

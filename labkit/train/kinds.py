@@ -50,16 +50,15 @@ def kind_cost(kind: str, shipped: Cost, muted: Cost) -> KindCost:
                     shipped.nats_per_token, muted.nats_per_token)
 
 
-def kind_costs(lab: Lab, count: int, facts_seed: int = 0,
+def kind_costs(lab: Lab, count: int,
                progress: Callable[[list[str]], Iterable[str]] = iter) -> tuple[KindCost, ...]:
-    """Of `count` documents of every written kind. facts_seed: of the table that was trained on."""
+    """Of `count` documents of every written kind."""
     names = [name for name in KINDS if name != "needle" or needles_fit(lab.tokenizer)]
     length = min(LENGTH, lab.config.max_position_embeddings - 1)
     out = []
     for name in progress(names):
         kind, split = KINDS[name]
-        seed = facts_seed if kind == "facts" else 0
-        found = islice(documents(kind, lab.tokenizer, split=split, seed=seed, length=length), count)
+        found = islice(documents(kind, lab.tokenizer, split=split, length=length), count)
         texts = {str(number): document.text for number, document in enumerate(found)}
 
         def cost(texts: dict[str, str] = texts) -> Cost:

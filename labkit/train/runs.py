@@ -8,7 +8,6 @@ the other; with more than one, each says its `run`.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,18 +70,6 @@ def tokens_read(run: Run, step: int | None = None) -> int:
     """By `step`, by default the run's last."""
     return sum(steps * stage["tokens"] for steps, stage in
                zip(stage_steps(run, step), run["options"]["stages"], strict=True))
-
-
-def facts_seed(runs: Sequence[Run]) -> int:
-    """The seed of the fact table that was read most, the later of equals; 0: none was read."""
-    read: Counter[int] = Counter()
-    for run in runs:
-        stages = run["options"]["stages"]
-        for number, (steps, stage) in enumerate(zip(stage_steps(run), stages, strict=True)):
-            # The documents of a stage have a seed of their own (`labkit.train.loop`).
-            read[run["options"]["seed"] + number] += round(
-                steps * stage["tokens"] * stage["shares"].get("facts", 0.0))
-    return max(read, key=lambda seed: (read[seed], seed)) if any(read.values()) else 0
 
 
 # ---- the comparison ----------------------------------------------------------------------------
