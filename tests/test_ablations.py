@@ -12,6 +12,7 @@ from labkit.checkpoint.accounting import active_decode
 from labkit.errors import InputError
 from labkit.kernels.cpu import sparse_attention
 from labkit.kernels.reference import attention_probabilities
+from labkit.model.hyper import sinkhorn
 from labkit.model.transformer import Transformer
 from labkit.paths import data_dir
 from labkit.text.corpus import load_corpus
@@ -67,7 +68,7 @@ CLAIMS = {
     "no-engram": {"engram_layer_ids", "engram_num_embeddings"},
     "no-pool": {"candidate_source_layer_id", "candidate_topk_blocks", "candidate_block_size"},
     "all-full": {"kv_source_layer_ids", "index_source_layer_ids"},
-    "one-stream": {"hc_mult"},
+    "one-stream": {"hc_mult", "hc_sinkhorn_iters"},
     "ratio-4": {"compress_ratios"},
     "no-sink": set(),
     "plain": set(),
@@ -92,6 +93,14 @@ def test_a_variant_differs_in_what_it_claims(tokenizer):
     roles = variant_config(VARIANTS["base"], base).roles
     assert [r.layer for r in roles if r.uses_candidates] == [4]
     assert not any(r.uses_candidates for r in variant_config(VARIANTS["no-pool"], base).roles)
+
+
+def test_one_stream_needs_no_iterations():
+    """What lets its variant differ in their number as well: it changes nothing."""
+    one = torch.randn(50, 1, 1, generator=torch.Generator().manual_seed(0)) * 5
+    few, many = (sinkhorn(one, n, 1e-6) for n in (1, 20))
+    assert torch.allclose(few, torch.ones_like(few), atol=1e-5)
+    assert torch.allclose(few, many, atol=1e-5)
 
 
 def test_the_base_selects_and_its_pool_excludes(tokenizer):
