@@ -242,17 +242,21 @@ def compare_mode(theirs: Theirs, mode: env.Mode, ours: Ours) -> Outcome:
         "given": tokens if recipe.reads_off else []})
     outcome.version, outcome.added = str(found["version"]), theirs.added
     floor = ours.floor(mode)
+    hidden = [asked.config.eos_token_id] if recipe.masks_eos else []
+
+    def shown(array: np.ndarray) -> np.ndarray:
+        return np.delete(array, hidden, axis=-1)
     for number, ids in enumerate(asked.texts):
-        us = logits[number][rows[number]]
+        us = shown(logits[number][rows[number]])
         outcome.texts.append(Text(
             len(ids), rows[number],
-            compare.distance(found[f"logits.{number}"], us, outcome.tolerance),
-            compare.distance(floor[number][rows[number]], us, outcome.tolerance)))
+            compare.distance(shown(found[f"logits.{number}"]), us, outcome.tolerance),
+            compare.distance(shown(floor[number][rows[number]]), us, outcome.tolerance)))
     for number, prompt in enumerate(written):
         step = compare.parting(found[f"tokens.{number}"].tolist(), tokens[number])
         writing = Writing(number, len(prompt), step)
         if step is not None:
-            them, us = found[f"steps.{number}"][step], steps[number][step]
+            them, us = shown(found[f"steps.{number}"][step]), shown(steps[number][step])
             writing.tokens = (int(found[f"tokens.{number}"][step]), tokens[number][step])
             writing.margins = (compare.margin(them), compare.margin(us))
             writing.apart = float(np.abs(them - us).max() / np.abs(us).max())

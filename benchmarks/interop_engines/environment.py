@@ -64,6 +64,7 @@ class Recipe:
     rows      how many rows of a text are compared; None: all
     prompts   how many greedy texts at most; None: as many as are asked for
     reads_off its greedy texts are read off one pass over labkit's tokens (no cache)
+    masks_eos told to write on behind EOS it lowers that logit out of sight: compared without it
     traces    rounded vectors and choices can be recorded
     adds      files that the engine needs and the checkpoint may lack
     """
@@ -76,6 +77,7 @@ class Recipe:
     rows: int | None = None
     prompts: int | None = None
     reads_off: bool = False
+    masks_eos: bool = False
     traces: bool = True
     adds: Mapping[str, str] = field(default_factory=dict)
 
@@ -100,7 +102,8 @@ RECIPES = {recipe.name: recipe for recipe in (
            (Mode("linear inputs rounded, bf16", "`FASTLLM_DSV41_DISABLE_FAKE_QUANT=1`", "bf16",
                  False, "inputs"),
             Mode("cache and all linear inputs rounded, bf16", "as it is", "bf16", True, "all")),
-           rows=8, prompts=6, traces=False,  # confined to one core it writes a token a second
+           # Confined to one core it writes a token a second.
+           rows=8, prompts=6, masks_eos=True, traces=False,
            adds={"tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'}),
 )}
 
