@@ -13,7 +13,7 @@ def train(
     run: Annotated[Path, typer.Option(help="Folder of the run: its state and its log.")] = Path(
         "runs/mini"),
     preset: Annotated[str, typer.Option(help="Configuration to train.")] = "mini",
-    steps: Annotated[int, typer.Option(help="Length of the whole run.")] = 2400,
+    steps: Annotated[int, typer.Option(help="Length of the whole run.")] = 3500,
     seed: Annotated[int, typer.Option(help="Of weights, batches and samples.")] = 0,
     start: Annotated[Path | None, typer.Option(
         help="Checkpoint folder whose weights the run starts from.")] = None,

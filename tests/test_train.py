@@ -94,6 +94,21 @@ def test_stages_follow_one_another(tokenizer, tmp_path):
                      (128, 768, "random")]
 
 
+@pytest.mark.parametrize("preset", ["nano", "mini"])
+def test_what_the_command_trains_by_default_fits_the_preset(preset, tmp_path, monkeypatch):
+    """Rows are no longer than the context; copying, selection and the whole context are there."""
+    given = []
+    monkeypatch.setattr(Trainer, "__init__", lambda self, *args: given.append(args[3]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # nothing is trained here
+        train_preset(tmp_path, preset, False, steps=3500)
+    context = ModelConfig.preset(preset).max_position_embeddings
+    lengths = [stage.length for stage in given[0].stages]
+    assert max(lengths) <= context
+    if preset == "mini":
+        assert lengths == [min(stage.length, context) for stage in FROM_NOTHING]
+        assert [round(stage.until * 3500) for stage in given[0].stages] == [400, 1700, 2150, 3500]
+
+
 def test_a_run_starts_from_the_weights_of_another(trainer, tokenizer, tmp_path):
     trainer.one_step()
     other = Trainer(trainer.config, tokenizer, tmp_path / "next", OPTIONS, trainer.model)

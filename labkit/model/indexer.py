@@ -84,21 +84,23 @@ class Indexer(nn.Module):
         """Selection [B,t,K] and pool blocks [B,t,blocks] of a chunk of queries."""
         keys = run.published.index_keys
         assert keys is not None
-        blocks_of_keys = (keys.keys(s, min(s + KEY_BLOCK, keys.length), run.sequence)
-                          for s in range(0, max(1, keys.length), KEY_BLOCK))
-        parts = [run.kernels.index_scores(q, block, weights) for block in blocks_of_keys]
-        scores = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]   # [B,t,S]
         seen = visible(positions, self.role.ratio, keys.length)
         if run.selecting == "random":
-            scores = chance(positions, keys.length, self.role.layer)
+            scores = chance(positions, keys.length, self.role.layer)    # [B,t,S]
+        elif run.selecting != "index":  # all or none: nothing to choose
+            scores = torch.zeros(seen.shape, device=seen.device)
+        else:
+            parts = [run.kernels.index_scores(
+                q, keys.keys(s, min(s + KEY_BLOCK, keys.length), run.sequence), weights)
+                for s in range(0, max(1, keys.length), KEY_BLOCK)]
+            scores = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
         scores = scores.masked_fill(~seen, MINUS_INF)
         blocks = scores.new_empty(*scores.shape[:2], 0, dtype=torch.bool)
         if self.role.publishes_candidates:
             blocks = candidate_blocks(scores, positions, self.role.ratio, self.config, run)
         if run.selecting in ("all", "none"):
             size = keys.length if run.selecting == "all" else 0
-            return run.kernels.select_top(seen.to(scores.dtype).masked_fill(~seen, MINUS_INF),
-                                          size), blocks
+            return run.kernels.select_top(scores, size), blocks
         if self.role.uses_candidates:
             assert run.published.candidates is not None
             pool = run.rows(run.published.candidates)

@@ -24,7 +24,7 @@ GATE_STD = 0.02         # routing scores nearly equal; top-k looks at their orde
 PRE_LOGIT = 2.0         # sigmoid: 0.88 of the stream whose turn it is, 0.12 of the others
 COMB_LOGIT = 4.0        # softmax over 4 streams: 0.95 on the diagonal
 MIX_SCALE = 0.01        # how much the mixing depends on the token at first
-LOOK_BACK = 4           # heads of layer 0 that look at the token 1, 2, ... back: copying needs that
+LOOK_BACK = 4           # heads of layer 0 that look at the token 1, 2, ... back, as copying does
 CONSTANT = 2.0          # channel 0 of every embedding, what those heads are made from
 TURNING_PAIRS = 4       # channel pairs that turn fast enough to tell neighbours apart
 QUERY, KEY = 2.2, 1.1   # of the constant, in those pairs: 2/3 of the attention on the token meant
@@ -83,8 +83,9 @@ def _init_copying(model: Transformer) -> None:
     The head is the embedding, smaller: "say what you see there" is one linear map for all tokens,
     also rare ones. And some heads of layer 0 look back by a fixed number of tokens: a key that
     turns with position from the same angle everywhere, a query that is ahead of it by so much.
-    Both come from a constant channel, since projections here have no bias. Without them a mini
-    finds how to copy late or never within its few million tokens.
+    Both come from a constant channel, since projections here have no bias. In one trial each, a
+    mini with these heads copied 95 % of repeated words after 225 steps of nothing else, one
+    without them 40 % after 300; what the head adds was not tried apart.
     """
     c, attention = model.config, cast(Block, model.layers[0]).attn
     embed, head = model.embed.weight.float(), model.head.weight

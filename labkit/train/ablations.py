@@ -25,7 +25,7 @@ from labkit.primes import engram_rows
 from labkit.text.engram_map import engram_classes
 from labkit.text.tokenizer import Tokenizer
 from labkit.train.command import forget, run_to_end
-from labkit.train.loop import Options, Stage, Trainer, measured, rounded_weights
+from labkit.train.loop import FROM_NOTHING, Options, Stage, Trainer, measured, rounded_weights
 from labkit.train.plain import plain_config
 from labkit.train.plain_run import PlainRun, from_options, heldout_bits, recall_shares
 from labkit.train.run import TrainingRun
@@ -35,14 +35,10 @@ DISTANCES = (32, 128, 400)   # of the recall, where rows are this long and ROOM 
 ROOM = 64
 RECALL_COUNT = 100
 
-# As `labkit.train.loop.FROM_NOTHING`, on rows that these models can take.
-STAGES = (
-    Stage(0.25, 1024, 128, "all", {"copy": 1.0}, balance=0.0),
-    Stage(0.7, 2048, 256, "all", {"novels": 0.35, "needle": 0.2, "pairs": 0.2, "copy": 0.03,
-                                  "code": 0.1, "facts": 0.08, "arithmetic": 0.04}),
-    Stage(1.0, 2048, 512, "index", {"novels": 0.4, "needle": 0.25, "pairs": 0.1, "copy": 0.02,
-                                    "code": 0.1, "facts": 0.08, "arithmetic": 0.05}),
-)
+# The stages of the shipped model but for the last, whose rows these models cannot take; copying
+# has a larger share of fewer steps.
+STAGES = tuple(dataclasses.replace(stage, until=until)
+               for stage, until in zip(FROM_NOTHING, (0.25, 0.7, 1.0), strict=False))
 
 
 @dataclass(frozen=True)

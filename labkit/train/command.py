@@ -21,7 +21,14 @@ from labkit.errors import CheckpointError, InputError
 from labkit.lab import load
 from labkit.paths import data_dir
 from labkit.text.tokenizer import Tokenizer
-from labkit.train.loop import FROM_NOTHING, FROM_WEIGHTS, Options, Stage, Trainer
+from labkit.train.loop import (
+    FROM_NOTHING,
+    FROM_WEIGHTS,
+    Options,
+    Stage,
+    Trainer,
+    fitted,
+)
 from labkit.train.run import TrainingRun
 from labkit.train.state import read_weights
 
@@ -45,12 +52,11 @@ def train_preset(run: Path, preset: str, fresh: bool, start: Path | None = None,
     start: a checkpoint of the preset's shape whose weights it starts from, instead of random ones.
     """
     config, tokenizer = preset_tokenizer(preset)
-    if start is not None:
-        options.setdefault("stages", FROM_WEIGHTS)
+    usual = FROM_NOTHING if start is None else FROM_WEIGHTS
     if preset == "nano":  # its 512 tokens join words, where synthetic text must be cut
         options.setdefault("stages", (Stage(1.0, 512, 128, "index", {"novels": 1.0}),))
-    check_sizes(config, options, ("steps",), max(
-        stage.length for stage in options.get("stages", FROM_NOTHING)))
+    options.setdefault("stages", fitted(usual, config.max_position_embeddings))
+    check_sizes(config, options, ("steps",), max(stage.length for stage in options["stages"]))
     if fresh:
         forget(run)
     first = None if start is None else load(start, device="cpu").model

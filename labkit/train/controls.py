@@ -17,7 +17,7 @@ from labkit.train import dense
 @contextlib.contextmanager
 def cache_rounding(model: Transformer, on: bool) -> Iterator[None]:
     """Inside, the cache quantisers are on or off."""
-    with _changed(model, "cache_rounding", on):
+    with changed(model, cache_rounding=on):
         yield
 
 
@@ -26,7 +26,7 @@ def selecting(model: Transformer, how: str) -> Iterator[None]:
     """Inside, `how` picks the compressed entries that a query attends to, one of `SELECTING`."""
     if how not in SELECTING:
         raise InputError(f"selecting is {how!r}: choose one of {', '.join(SELECTING)}")
-    with _changed(model, "selecting", how):
+    with changed(model, selecting=how):
         yield
 
 
@@ -34,7 +34,7 @@ def selecting(model: Transformer, how: str) -> Iterator[None]:
 def all_entries(model: Transformer) -> Iterator[None]:
     """Inside, every query attends to all entries that it may see; on a CPU, by kernels for that."""
     kernels = dense if model.device.type == "cpu" else model.kernels
-    with selecting(model, "all"), _changed(model, "kernels", kernels):
+    with selecting(model, "all"), changed(model, kernels=kernels):
         yield
 
 
@@ -54,10 +54,13 @@ def muted_engram(model: Transformer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _changed(model: Transformer, name: str, value: Any) -> Iterator[None]:
-    before = getattr(model, name)
-    setattr(model, name, value)
+def changed(model: Transformer, **values: Any) -> Iterator[None]:
+    """Inside, these attributes of the model have these values."""
+    before = {name: getattr(model, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(model, name, value)
         yield
     finally:
-        setattr(model, name, before)
+        for name, value in before.items():
+            setattr(model, name, value)

@@ -33,6 +33,11 @@ class Cost:
         return self.bits * math.log(2) / self.tokens
 
 
+def heldout_window(context: int) -> int:
+    """Tokens of a window of held-out text, BOS included: 1,024, or the context."""
+    return min(1024, context)
+
+
 def bits_per_byte(
     model: torch.nn.Module, tokenizer: Tokenizer, texts: Mapping[str, str] | None = None, *,
     length: int = 1024, stride: int = 512, batch: int = 2, limit: int | None = None,

@@ -17,7 +17,7 @@ from labkit.train.agreement import bounded_replay
 from labkit.train.attention_mass import Mass, attention_mass
 from labkit.train.controls import cache_rounding, muted_engram, selecting
 from labkit.train.draft_figures import DraftFigures, judge_draft
-from labkit.train.evaluate import Cost, text_cost
+from labkit.train.evaluate import Cost, heldout_window, text_cost
 from labkit.train.kinds import NOVELS, KindCost, kind_cost, kind_costs
 from labkit.train.recall import AS_SHIPPED, NEAR, RecallPoint, needles_fit, recall_curve
 from labkit.train.runs import Plain, read_plain
@@ -155,8 +155,7 @@ def measure(lab: Lab, effort: Effort = FULL, *, quiet: bool = False,
 
 
 def window(config: ModelConfig) -> int:
-    """Tokens of a window of held-out text, BOS included: 1,024, or the context."""
-    return min(1024, config.max_position_embeddings)
+    return heldout_window(config.max_position_embeddings)
 
 
 def held_out_cost(lab: Lab, effort: Effort, progress: Callable[[list[Any]], Iterable[Any]]) -> Cost:

@@ -20,6 +20,7 @@ from labkit.text.engram_map import checked_classes
 from labkit.text.tokenizer import Tokenizer
 from labkit.trace import Taps
 from labkit.train.balance import balance_experts
+from labkit.train.controls import cache_rounding, changed, selecting
 from labkit.train.evaluate import bits_per_byte
 from labkit.train.losses import index_loss, next_token_loss, wanted_taps
 from labkit.train.optimizers import optimizers, schedule
@@ -42,28 +43,34 @@ class Stage:
     balance: float = 1e-3         # step of the gates' biases towards equal load
 
 
-# Copying comes first and alone: looking back for what followed is learnt within minutes from few
-# words, and not at all within a million tokens of everything. An index that has learnt nothing
-# selects at random, and what is not selected is not learnt: so the first stages are dense, and
-# the index learns what attention looks at (a dense warm-up, as DeepSeek-V3.2's). The selection and
-# the whole context come last.
+# Copying comes first and alone: from few words, looking back for what followed is learnt within
+# some 250 steps. The one run that was begun with everything at once had not learnt it after a
+# million tokens. An index that has learnt nothing selects at random, and what is not selected is
+# not learnt: so the first stages are dense, and the index learns what attention looks at (a dense
+# warm-up, as DeepSeek-V3.2's). The selection and the whole context come last.
 FROM_NOTHING = (
-    # Tokens so alike all pick the same experts: a bias that moves then moves them all at once.
-    Stage(0.07, 1024, 128, "all", {"copy": 1.0}, balance=0.0),
-    Stage(0.45, 2048, 256, "all", {"novels": 0.35, "needle": 0.2, "pairs": 0.2, "copy": 0.03,
-                                   "code": 0.1, "facts": 0.08, "arithmetic": 0.04}),
-    Stage(0.6, 2048, 512, "index", {"novels": 0.4, "needle": 0.25, "pairs": 0.1, "copy": 0.02,
-                                    "code": 0.1, "facts": 0.08, "arithmetic": 0.05}),
+    # Tokens so alike all pick the same experts; a bias that moves would move them all at once.
+    Stage(4 / 35, 1024, 128, "all", {"copy": 1.0}, balance=0.0),
+    Stage(17 / 35, 2048, 256, "all", {"novels": 0.35, "needle": 0.2, "pairs": 0.2, "copy": 0.03,
+                                      "code": 0.1, "facts": 0.08, "arithmetic": 0.04}),
+    Stage(43 / 70, 2048, 512, "index", {"novels": 0.4, "needle": 0.25, "pairs": 0.1,
+                                        "copy": 0.02, "code": 0.1, "facts": 0.08,
+                                        "arithmetic": 0.05}),
     Stage(1.0),
 )
 FROM_WEIGHTS = (Stage(1.0),)
+
+
+def fitted(stages: tuple[Stage, ...], context: int) -> tuple[Stage, ...]:
+    """The same stages with rows no longer than a context."""
+    return tuple(replace(stage, length=min(stage.length, context)) for stage in stages)
 
 
 @dataclass(frozen=True)
 class Options:
     """Everything that, with the code and the corpus, determines a run."""
 
-    steps: int = 2000
+    steps: int = 3500
     seed: int = 0
     lr: float = 2e-3              # AdamW
     muon_lr: float = 1e-2
@@ -168,12 +175,9 @@ def backbone(model: Transformer) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def measured(model: Transformer) -> Iterator[None]:
     """Inside, the model computes as a reader of its checkpoint would, however it is trained."""
-    before = model.kernels, model.cache_rounding, model.selecting
-    model.kernels, model.cache_rounding, model.selecting = exact_kernels(), True, "index"
-    try:
+    with changed(model, kernels=exact_kernels()), cache_rounding(model, True), \
+            selecting(model, "index"):
         yield
-    finally:
-        model.kernels, model.cache_rounding, model.selecting = before
 
 
 def exact_kernels() -> Any:

@@ -19,7 +19,7 @@ from labkit.errors import InputError
 from labkit.paths import data_dir
 from labkit.text.tokenizer import Tokenizer
 from labkit.train.command import check_sizes, forget, preset_tokenizer, run_to_end
-from labkit.train.evaluate import bits_per_byte
+from labkit.train.evaluate import bits_per_byte, heldout_window
 from labkit.train.loop import Options, Stage
 from labkit.train.losses import next_token_loss
 from labkit.train.optimizers import optimizers, schedule
@@ -86,8 +86,8 @@ class PlainRun(StagedRun):
 
 def heldout_bits(model: nn.Module, tokenizer: Tokenizer, length: int, limit: int | None = None,
                  quiet: bool = True) -> float:
-    """Held-out bits per byte in windows of at most 1,024 tokens that overlap by half."""
-    length = min(1024, length)
+    """Held-out bits per byte in windows of `heldout_window` that overlap by half."""
+    length = heldout_window(length)
 
     def bar(groups: list[Any]) -> Iterable[Any]:
         return tqdm(groups, desc="held-out text", unit="batch", disable=quiet, leave=False)
