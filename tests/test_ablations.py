@@ -86,12 +86,12 @@ def test_a_variant_differs_in_what_it_claims(tokenizer):
         assert {k for k in one if one[k] != other[k]} == ({"sinks"} if name == "no-sink" else set())
     kinds = {name: [(r.kind, r.ratio) for r in variant_config(VARIANTS[name], base).roles]
              for name in CLAIMS}
-    assert kinds["base"] == [("full", 2), ("reuse", 2), ("full", 1), ("reuse", 1), ("reindex", 1),
-                             ("reuse", 1)]
-    assert {kind for kind, _ in kinds["all-full"]} == {"full"}
-    assert kinds["ratio-4"] == [("full", 4), ("reuse", 4), *kinds["base"][2:]]
+    assert kinds["base"] == [("window", 0), ("full", 2), ("reuse", 2), ("full", 1), ("reuse", 1),
+                             ("reindex", 1)]
+    assert {kind for kind, _ in kinds["all-full"][1:]} == {"full"}
+    assert kinds["ratio-4"] == [("window", 0), ("full", 4), ("reuse", 4), *kinds["base"][3:]]
     roles = variant_config(VARIANTS["base"], base).roles
-    assert [r.layer for r in roles if r.uses_candidates] == [4]
+    assert [r.layer for r in roles if r.uses_candidates] == [5]
     assert not any(r.uses_candidates for r in variant_config(VARIANTS["no-pool"], base).roles)
 
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+import re
 import signal
 
 import pytest
@@ -16,16 +17,17 @@ from labkit.engine.calibration import target_digest
 from labkit.errors import CheckpointError, InputError
 from labkit.kernels import cpu, reference
 from labkit.kernels import train as train_kernels
+from labkit.model.indexer import visible
 from labkit.paths import data_dir
 from labkit.text.corpus import load_corpus
 from labkit.text.tokenizer import Tokenizer
 from labkit.trace import Taps
-from labkit.train import losses
+from labkit.train import attention_mass, losses
 from labkit.train.balance import balance_experts
 from labkit.train.batches import Batches, Novels
 from labkit.train.command import export_run, train_preset
 from labkit.train.evaluate import bits_per_byte
-from labkit.train.loop import FROM_NOTHING, Options, Stage, Trainer, rounded_weights
+from labkit.train.loop import FROM_NOTHING, Options, Stage, Trainer, blind, rounded_weights
 from labkit.train.muon import Muon
 from labkit.train.optimizers import schedule
 from labkit.train.state import read_weights
@@ -53,9 +55,33 @@ def test_batches_are_a_function_of_the_step():
     later = a(far)
     assert all(torch.equal(x, y) for x, y in zip(a(7), b(7), strict=True))
     assert all(torch.equal(x, y) for x, y in zip(later, b(far), strict=True))
-    ids, targets = a(7)
+    ids, targets, weights = a(7)
+    assert torch.equal(weights, torch.ones(ids.shape))
     assert (ids[:, 0] == tokenizer.bos_id).all() and torch.equal(ids[:, 1:], targets[:, :-1])
     assert not torch.equal(a(7)[0], a(8)[0])
+
+
+def test_answers_weigh_as_asked_and_nothing_else_does():
+    tokenizer = Tokenizer.from_file(data_dir() / "mini")
+    batches = Batches(tokenizer, 2, 500, 1, {"needle": 0.5, "novels": 0.5}, answers=16.0)
+    for (kind, _), targets, weights in zip(batches.kinds(0), *batches(0)[1:], strict=True):
+        if kind == "novels":
+            assert torch.equal(weights, torch.ones(500))
+            continue
+        heavy = weights == 16.0
+        assert heavy.any() and torch.equal(weights[~heavy], torch.ones(int((~heavy).sum())))
+        text = tokenizer.decode(targets.tolist())
+        said = re.findall(r"The number of (\w+) is (\d{4})", text)
+        asked = [value for number, (name, value) in enumerate(said)
+                 if name in [other for other, _ in said[:number]]]
+        found = tokenizer.decode(targets[heavy].tolist())
+        assert found == "".join(asked) and len(asked) > 3
+
+
+def test_weighted_mean_is_of_rows_not_of_tokens():
+    values = torch.tensor([[1.0, 3.0], [5.0, 5.0]])
+    weights = torch.tensor([[3.0, 1.0], [16.0, 16.0]])
+    assert float(losses.weighted_mean(values, weights)) == pytest.approx((1.5 + 5.0) / 2)
 
 
 def test_rows_are_of_the_kinds_by_their_shares():
@@ -161,13 +187,13 @@ def test_schedule_rises_stays_and_falls():
 
 
 def test_index_loss_reaches_the_indexer_only_and_falls(trainer):
-    ids, _ = trainer.batches[0](0)
+    ids, _, _ = trainer.batches[0](0)
     queries = torch.arange(4, 48, 3)
 
     def loss() -> torch.Tensor:
         taps = Taps(losses.wanted_taps(trainer.config), keep_graph=True)
         trainer.model(ids, taps=taps)
-        return losses.index_loss(trainer.config, taps, queries)
+        return losses.selection_loss(trainer.config, taps, queries).index
 
     first = loss()
     first.backward()
@@ -198,13 +224,86 @@ def test_index_loss_is_zero_when_the_scores_are_the_attention():
     index_q[..., 0] = 1.0
     taps = {"layers.0.attn.compressed_kv": entries, "layers.0.attn.index_keys": keys,
             "layers.0.attn.q": q, "layers.0.attn.index_queries": index_q,
-            "layers.0.attn.index_weights": torch.ones(1, 2, 1)}
+            "layers.0.attn.index_weights": torch.ones(1, 2, 1),
+            "layers.0.attn.topk_indices": torch.tensor([[[0, -1], [0, 1]]])}
+    for layer in range(10):  # all but the first only read its selection; they look as it does
+        taps[f"layers.{layer}.attn.q"] = q
     queries = torch.tensor([1])
-    assert float(losses.index_loss(config, taps, queries)) == pytest.approx(0.0, abs=1e-6)
+    assert float(losses.selection_loss(config, taps, queries).index) == pytest.approx(0, abs=1e-6)
     taps["layers.0.attn.index_keys"] = keys.flip(1)
     p = torch.softmax(torch.tensor([1.0, 2.0]), 0)
     expected = float((p * (p.log() - p.flip(0).log())).sum())
-    assert float(losses.index_loss(config, taps, queries)) == pytest.approx(expected, rel=1e-5)
+    found = losses.selection_loss(config, taps, queries)
+    assert float(found.index) == pytest.approx(expected, rel=1e-5)
+    assert float(found.left_out) == 0.0                  # all entries are selected
+
+    # Another layer that looks the other way: the target is the mean of all that read.
+    taps["layers.0.attn.index_keys"] = keys
+    taps["layers.7.attn.q"] = -q
+    other = torch.softmax(torch.tensor([-1.0, -2.0]), 0)
+    mixed = 0.9 * p + 0.1 * other
+    expected = float((mixed * (mixed.log() - p.log())).sum())
+    found = losses.selection_loss(config, taps, queries)
+    assert float(found.index) == pytest.approx(expected, rel=1e-4)
+
+
+def test_left_out_is_minus_log_of_the_mass_kept():
+    """By hand: scores ln 6 selected and ln 2 not."""
+    far = torch.tensor([6.0, 2.0]).log().view(1, 1, 1, 2)
+    loss = losses._left_out(far, torch.tensor([[[0, -1]]]))
+    assert float(loss) == pytest.approx(-math.log(6 / 8))
+
+
+def test_left_out_agrees_with_the_mass_that_is_reported(trainer):
+    """The same figure from `attention_mass.kept_mass`, which takes another way there."""
+    config, queries = trainer.config, torch.arange(30, 120, 9)
+    ids = torch.randint(5, config.vocab_size, (2, 128), generator=torch.Generator().manual_seed(1))
+    taps = Taps([*losses.wanted_taps(config), "layers.*.attn.window"], keep_graph=True)
+    trainer.model(ids, taps=taps)
+    found = losses.selection_loss(config, taps, queries).left_out
+    W, expected = config.sliding_window, []
+    for role in (r for r in config.roles if r.ratio):
+        name, owner = f"layers.{role.layer}.attn", f"layers.{role.kv_source}.attn"
+        for row in range(2):
+            entries = taps[f"{owner}.compressed_kv"][row].detach()
+            selected = taps[f"layers.{role.index_source}.attn.topk_indices"][row][queries]
+            columns = queries[:, None] + 1 + torch.arange(W)
+            kept = [attention_mass.kept_mass(
+                taps[f"{name}.q"][row][queries][:, head : head + 1].detach(),
+                taps[f"{name}.window"][row][columns].detach(), columns >= W, entries,
+                visible(queries[None], role.ratio, len(entries))[0],
+                attention_mass.held(selected, len(entries)))[:, 1]
+                for head in range(config.num_attention_heads)]
+            expected.append(-torch.stack(kept).log().mean())
+    value = float(found.detach())
+    assert value == pytest.approx(float(torch.stack(expected).mean()), rel=1e-4)
+    assert value > 0.01                                  # else nothing was compared
+    found.backward()
+    touched = {n for n, p in trainer.model.named_parameters() if p.grad is not None}
+    assert any("compressor" in name for name in touched)
+    assert not any(".indexer." in name for name in touched)
+
+
+def test_blind_steps_are_evenly_spread_and_leave_the_decoder_its_entries(trainer):
+    steps = [step for step in range(20) if blind(step, 0.25)]
+    assert steps == [3, 7, 11, 15, 19]
+    assert all(blind(step, 1.0) for step in range(5)) and not any(
+        blind(step, 0.0) for step in range(5))
+    config = trainer.config
+    ids = torch.randint(5, config.vocab_size, (1, 96), generator=torch.Generator().manual_seed(2))
+    found = {}
+    for half in ("", "encoder", "decoder"):
+        taps = Taps(["layers.*.attn.topk_indices"])
+        trainer.model.blind = half
+        with torch.no_grad():
+            trainer.model(ids, taps=taps)
+        found[half] = {layer: taps[f"layers.{layer}.attn.topk_indices"].shape[-1]
+                       for layer in config.index_source_layer_ids}
+    inside = {layer for layer in config.index_source_layer_ids if layer < config.encoder_layers}
+    outside = set(config.index_source_layer_ids) - inside
+    assert inside and outside and all(found[""].values())
+    assert {layer for layer, size in found["encoder"].items() if not size} == inside
+    assert {layer for layer, size in found["decoder"].items() if not size} == outside
 
 
 def test_balance_lifts_the_bias_of_idle_experts(trainer):
@@ -351,13 +450,13 @@ def test_bad_input_is_one_sentence(tmp_path):
         export_run(tmp_path / "none", tmp_path / "out", "nano", "gguf")
 
 
-@pytest.mark.parametrize("K", [None, 4, 8, 25])
+@pytest.mark.parametrize("K", [None, 0, 4, 8, 25])
 def test_training_kernels_are_near_the_reference(K):
     """bf16 products: values and gradients within 2 % of their span, selections within reason.
 
-    4 of 25 entries are gathered, 8 and all of them are masked.
+    4 of 25 entries are gathered, 8 and all of them are masked; of a blind half none are selected.
     """
-    compressed, K = K is not None, K or 8
+    compressed, K = K is not None, 8 if K is None else K
     g = torch.Generator().manual_seed(1)
     B, T, H, d, W, S = 2, 50, 4, 32, 16, 25
     assert (K * train_kernels.WHOLE >= S) == (K > 4)
@@ -376,7 +475,7 @@ def test_training_kernels_are_near_the_reference(K):
                                      torch.tensor([0, 3]))
         y.backward(grad)
         found.append([y.detach(), q.grad, window.grad, sink.grad]
-                     + ([entries.grad] if compressed else []))
+                     + ([entries.grad] if compressed and K else []))
     for exact, fast, coarse in zip(*found, strict=True):
         span = exact.abs().max()
         assert (exact - fast).abs().max() <= 1e-5 * span

@@ -21,6 +21,7 @@ from labkit.kernels.reference import MINUS_INF, routed_experts
 __all__ = ["fuse", "index_scores", "routed_experts", "select_top", "sparse_attention"]
 
 select_top = cpu.select_top
+IN_CACHE = 1 << 19  # products of index scores that are made at a time
 WHOLE = 4  # where a selection holds a quarter of the entries, masking is faster than gathering
 
 
@@ -50,7 +51,17 @@ def has_compiler() -> bool:
 def index_scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """As `reference.index_scores`, from bf16 products."""
     half = torch.bfloat16
-    return cpu.index_scores(q.to(half), keys.to(half), weights.to(half)).float()
+    q, keys, weights = q.to(half), keys.to(half), weights.to(half)
+    B, T, Hi, _ = q.shape
+    out = torch.empty(B, T, keys.shape[1], dtype=half)
+    step = max(1, IN_CACHE // max(1, Hi * keys.shape[1]))               # queries at a time
+    for b in range(B):
+        columns = keys[b].T.contiguous()                                # [di,S]
+        for t in range(0, T, step):
+            dots = (q[b, t : t + step].flatten(0, 1) @ columns).relu_()     # [n*Hi,S]
+            torch.bmm(weights[b, t : t + step, None], dots.unflatten(0, (-1, Hi)),
+                      out=out[b, t : t + step, None])
+    return out.float()
 
 
 def sparse_attention(
@@ -61,6 +72,8 @@ def sparse_attention(
     W = window.shape[1] - q.shape[1]
     if q.shape[1] <= W or W == 0:
         return cpu.sparse_attention(q, window, entries, selected, sink, start)
+    if selected is not None and not selected.shape[-1]:  # of none, as if there were none
+        entries = selected = None
     with torch.autocast("cpu", enabled=False):
         return _Attention.apply(q, window, entries, selected, sink, start)  # type: ignore
 

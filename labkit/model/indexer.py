@@ -30,6 +30,7 @@ class Indexer(nn.Module):
     def __init__(self, config: ModelConfig, role: LayerRole) -> None:
         super().__init__()
         self.config, self.role = config, role
+        self.half = "encoder" if role.layer < config.encoder_layers else "decoder"
         heads, di = config.index_n_heads, config.index_head_dim
         self.wq_b = nn.Linear(config.q_lora_rank, heads * di, bias=False)
         self.weights_proj = nn.Linear(config.hidden_size, heads, bias=False)
@@ -85,9 +86,10 @@ class Indexer(nn.Module):
         keys = run.published.index_keys
         assert keys is not None
         seen = visible(positions, self.role.ratio, keys.length)
-        if run.selecting == "random":
+        selecting = "none" if run.blind == self.half else run.selecting
+        if selecting == "random":
             scores = chance(positions, keys.length, self.role.layer)    # [B,t,S]
-        elif run.selecting != "index":  # all or none: nothing to choose
+        elif selecting != "index":  # all or none: nothing to choose
             scores = torch.zeros(seen.shape, device=seen.device)
         else:
             parts = [run.kernels.index_scores(
@@ -98,8 +100,8 @@ class Indexer(nn.Module):
         blocks = scores.new_empty(*scores.shape[:2], 0, dtype=torch.bool)
         if self.role.publishes_candidates:
             blocks = candidate_blocks(scores, positions, self.role.ratio, self.config, run)
-        if run.selecting in ("all", "none"):
-            size = keys.length if run.selecting == "all" else 0
+        if selecting in ("all", "none"):
+            size = keys.length if selecting == "all" else 0
             return run.kernels.select_top(scores, size), blocks
         if self.role.uses_candidates:
             assert run.published.candidates is not None

@@ -52,6 +52,7 @@ class Run:
     enter: torch.Tensor | None = None
     keep: bool = False                          # the cache must be able to rewind this pass
     selecting: str = "index"                    # who picks the entries: `indexer.SELECTING`
+    blind: str = ""                             # "encoder" or "decoder": it selects none
     published: Published = field(default_factory=Published)
     features: dict[int, torch.Tensor] = field(default_factory=dict)  # [B,T,D] by target layer
     _turns: dict[object, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -113,7 +114,8 @@ class Run:
         columns = cut[:, None] + torch.arange(length, device=cut.device)  # [B,length]
         enter = torch.where(cut > 0, self.start + cut, -1)
         last = Run(self.config, self.cache, self.kernels, self.start + cut, kept, length,
-                   self.dtype, self.rounding, self.taps, enter, self.keep, self.selecting)
+                   self.dtype, self.rounding, self.taps, enter, self.keep, self.selecting,
+                   self.blind)
 
         def take(x: torch.Tensor) -> torch.Tensor:
             return last.pack(take_rows(self.unpack(x), columns))        # [B,length,...]

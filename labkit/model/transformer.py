@@ -59,6 +59,7 @@ class Transformer(nn.Module):
         self.kernels = kernels.get(kernel_set, device or torch.get_default_device())
         self.cache_rounding = cache_rounding
         self.selecting = "index"  # or a control: "all", "random", "none" (`indexer.SELECTING`)
+        self.blind = ""           # or a half, "encoder" or "decoder", that sees its windows alone
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, role, f"layers.{role.layer}")
                                     for role in config.roles)
@@ -127,7 +128,8 @@ class Transformer(nn.Module):
                 draft=False)
         cache.begin()
         run = Run(self.config, cache, self.kernels, cache.lengths, count, ids.shape[1], self.dtype,
-                  self.cache_rounding, taps, keep=keep, selecting=self.selecting)
+                  self.cache_rounding, taps, keep=keep, selecting=self.selecting,
+                  blind=self.blind)
         x, last = self._layers(ids, run, tail, cut)                     # [B,T,D]
         if last_only and last.length:
             x = torch.take_along_dim(last.unpack(x), (last.count - 1)[:, None, None], dim=1)

@@ -62,9 +62,12 @@ class Batches:
     """
 
     def __init__(self, tokenizer: Tokenizer, batch: int, length: int, seed: int,
-                 shares: Mapping[str, float] | None = None) -> None:
-        """shares: kind (`labkit.text.synthetic.KINDS`) -> part of the rows; None: novels alone."""
+                 shares: Mapping[str, float] | None = None, answers: float = 1.0) -> None:
+        """shares: kind (`labkit.text.synthetic.KINDS`) -> part of the rows; None: novels alone.
+        answers: weight of the tokens of an answer (`Document.answers`); of all others it is 1.
+        """
         self.tokenizer, self.batch, self.length, self.seed = tokenizer, batch, length, seed
+        self.answers = answers
         self.shares = dict(shares or {"novels": 1.0})
         unknown = set(self.shares) - set(KINDS)
         if unknown or min(self.shares.values()) < 0 or abs(sum(self.shares.values()) - 1) > 1e-6:
@@ -90,25 +93,30 @@ class Batches:
             self._given[kind] += 1
         return self._kinds[row]
 
-    def row(self, kind: str, number: int) -> np.ndarray:
-        """int32 [1+length]: row `number` of a kind."""
+    def row(self, kind: str, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Row `number` of a kind, int32 [1+length], and the weight of each token, fp32."""
+        weights = np.ones(1 + self.length, dtype=np.float32)
         if kind == "novels":
-            return self.novels(number)
+            return self.novels(number), weights
         ids: list[int] = []
         index = number * DOCUMENTS_A_ROW
         while len(ids) < self.length + 1:
             room = max(SHORTEST_DOCUMENT, self.length - len(ids))
             found = document(kind, self.tokenizer, seed=self.seed, index=index, length=room)
-            ids += [self.novels.bos, *found.ids]
+            ids.append(self.novels.bos)
+            for answer in found.answers:
+                weights[len(ids) + answer.at : len(ids) + answer.at + answer.size] = self.answers
+            ids += found.ids
             index += 1
-        return np.array(ids[: self.length + 1], dtype=np.int32)
+        return np.array(ids[: self.length + 1], dtype=np.int32), weights
 
     def kinds(self, step: int) -> list[tuple[str, int]]:
         """`kind` of every row of a step."""
         return [self.kind(step * self.batch + row) for row in range(self.batch)]
 
-    def __call__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ids, targets) of a step, int64 [batch, length] each."""
-        rows = np.stack([self.row(kind, number) for kind, number in self.kinds(step)])
-        tokens = torch.from_numpy(rows.astype(np.int64))                # [batch, 1+length]
-        return tokens[:, :-1], tokens[:, 1:]
+    def __call__(self, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(ids, targets, weights of the targets) of a step, [batch, length] each; int64, fp32."""
+        rows, weights = zip(*(self.row(kind, number) for kind, number in self.kinds(step)),
+                            strict=True)
+        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))      # [batch, 1+length]
+        return tokens[:, :-1], tokens[:, 1:], torch.from_numpy(np.stack(weights))[:, 1:]

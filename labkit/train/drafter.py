@@ -198,7 +198,7 @@ class DraftTrainer(TrainingRun):
         """What the target says about the text of this step; the same for `updates` steps."""
         number = self.step // self.options.updates
         if self._reading is None or self._reading[0] != number:
-            ids, targets = self.batches(number)
+            ids, targets, _ = self.batches(number)
             self._reading = number, read(self.model, torch.cat([ids, targets[:, -1:]], dim=1))
         return self._reading[1]
 

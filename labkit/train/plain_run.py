@@ -21,7 +21,7 @@ from labkit.text.tokenizer import Tokenizer
 from labkit.train.command import check_sizes, forget, preset_tokenizer, run_to_end
 from labkit.train.evaluate import bits_per_byte, heldout_window
 from labkit.train.loop import Options, Stage
-from labkit.train.losses import next_token_loss
+from labkit.train.losses import next_token_loss, weighted_mean
 from labkit.train.optimizers import optimizers, schedule
 from labkit.train.plain import PlainConfig, PlainTransformer, plain_config
 from labkit.train.recall import distances, recall_accuracy, text_length
@@ -62,15 +62,15 @@ class PlainRun(StagedRun):
     def one_step(self) -> dict[str, Any]:
         o = self.options
         number, within = self.stage(self.step)
-        ids, targets = self.batches[number](within)
+        ids, targets, weights = self.batches[number](within)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=o.half):
             logits = self.model(ids).logits                               # [B,T,V]
-        losses = next_token_loss(logits, targets)                         # [B]
-        loss = losses.mean()
+        losses = next_token_loss(logits, targets)                         # [B,T]
+        loss = weighted_mean(losses, weights)
         loss.backward()
         factor = schedule(self.step, o.steps, o.warmup, o.cooldown)
         norm = self.update(factor, o.clip)
-        self.keep_losses(number, within, losses)
+        self.keep_losses(number, within, losses, weights)
         return {"step": self.step + 1, "tokens": self.tokens, "length": o.stages[number].length,
                 "loss": round(loss.item(), 4), "gradient_norm": round(norm, 3), "lr": factor}
 

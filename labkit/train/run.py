@@ -24,7 +24,7 @@ class TrainingRun(ABC):
     what is looked at from time to time (`glance`) and what the progress bar shows (`postfix`).
     """
 
-    log_every = 10
+    log_every = 20
 
     def __init__(self, folder: Path, options: Any) -> None:
         """options: a dataclass with `steps` at least."""

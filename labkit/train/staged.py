@@ -24,7 +24,7 @@ class StagedRun(TrainingRun, ABC):
         self.tokenizer = tokenizer
         stages = options.stages
         self.batches = [Batches(tokenizer, stage.tokens // stage.length, stage.length, seed,
-                                stage.shares)
+                                stage.shares, stage.answers)
                         for stage, seed in zip(stages, seeds or [
                             options.seed + number for number in range(len(stages))], strict=True)]
         self.by_kind: dict[str, list[float]] = {}       # losses of the rows since the last log
@@ -57,11 +57,16 @@ class StagedRun(TrainingRun, ABC):
         """Tokens of the longest rows."""
         return max(stage.length for stage in self.options.stages)
 
-    def keep_losses(self, number: int, within: int, losses: torch.Tensor) -> None:
-        """Note the losses [B] of a step's rows under their kinds, for the log."""
-        for (kind, _), value in zip(self.batches[number].kinds(within), losses.tolist(),
+    def keep_losses(self, number: int, within: int, losses: torch.Tensor,
+                    weights: torch.Tensor, mark: str = "") -> None:
+        """Note the losses [B,T] of a step's rows under their kinds, for the log; those of tokens
+        that weigh more than 1 also as `answers`. mark: put behind all these names."""
+        answers = losses.detach()[weights > 1]
+        if len(answers):
+            self.by_kind.setdefault("answers" + mark, []).append(answers.mean().item())
+        for (kind, _), value in zip(self.batches[number].kinds(within), losses.mean(1).tolist(),
                                     strict=True):
-            self.by_kind.setdefault(kind, []).append(value)
+            self.by_kind.setdefault(kind + mark, []).append(value)
 
     def log(self, facts: dict[str, Any]) -> None:
         kinds = {kind: round(sum(rows) / len(rows), 4) for kind, rows in self.by_kind.items()}
