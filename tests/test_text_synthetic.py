@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labkit import paths
+from labkit.config import ModelConfig
 from labkit.errors import InputError
 from labkit.text.corpus import load_corpus
 from labkit.text.synthetic import (
@@ -18,6 +19,7 @@ from labkit.text.synthetic import (
     KINDS,
     NAMES,
     OPERATIONS,
+    RECITED,
     document,
     documents,
     fact_table,
@@ -236,12 +238,17 @@ def test_a_vocabulary_that_joins_words_is_refused(tokenizer):
 
 # -- copying and pairs ---------------------------------------------------------------------------
 
-def test_a_row_of_words_is_said_over_and_over(tokenizer):
-    for d in islice(documents("copy", tokenizer, length=256), 20):
+@pytest.mark.parametrize("kind, shortest, longest", [("copy", 1, 24), ("recite", *RECITED)])
+def test_a_row_of_words_is_said_over_and_over(tokenizer, kind, shortest, longest):
+    for d in islice(documents(kind, tokenizer, length=512), 20):
         words = d.text.split()
-        period = next(n for n in range(1, len(words)) if words[n:] == words[:-n])
-        assert 1 <= period <= 24 and len(words) == len(d.ids)  # a word is a token
+        period = next(n for n in range(1, len(words) + 1) if words[n:] == words[:-n])
+        assert shortest <= period <= longest and len(words) == len(d.ids)  # a word is a token
         assert len(set(words)) <= COPIED
+
+
+def test_what_is_recited_is_out_of_the_windows_sight():
+    assert RECITED[0] > ModelConfig.preset("mini").sliding_window
 
 
 def test_pairs_come_again_in_another_order(tokenizer):

@@ -18,8 +18,11 @@ from labkit.errors import CheckpointError, InputError
 from labkit.kernels import cpu, reference
 from labkit.kernels import train as train_kernels
 from labkit.model.indexer import visible
+from labkit.model.init import init_weights
+from labkit.model.transformer import Transformer
 from labkit.paths import data_dir
 from labkit.text.corpus import load_corpus
+from labkit.text.engram_map import checked_classes
 from labkit.text.tokenizer import Tokenizer
 from labkit.trace import Taps
 from labkit.train import attention_mass, losses
@@ -304,6 +307,27 @@ def test_blind_steps_are_evenly_spread_and_leave_the_decoder_its_entries(trainer
     assert inside and outside and all(found[""].values())
     assert {layer for layer, size in found["encoder"].items() if not size} == inside
     assert {layer for layer, size in found["decoder"].items() if not size} == outside
+
+
+def test_later_full_layers_begin_as_copies_of_the_first(tokenizer, tmp_path):
+    config = ModelConfig.preset("nano")
+    start = Transformer(config, checked_classes(config, tokenizer), "cpu", False)
+    init_weights(start, 5)
+    alike = Trainer(config, tokenizer, tmp_path / "a", dataclasses.replace(OPTIONS, alike=True),
+                    start).model
+    first, *later = config.kv_source_layer_ids
+    copied = set()
+    for name, p in alike.named_parameters():
+        layer, part = re.match(r"(?:layers\.(\d+)\.)?(.*)", name).groups()
+        source = f"layers.{first}.{part}" if layer and int(layer) in later else name
+        before = dict(start.named_parameters()).get(source)
+        if part.startswith("attn") and before is not None and before.shape == p.shape:
+            copied |= {part} if source != name else set()
+        else:
+            before = dict(start.named_parameters())[name]
+        assert torch.equal(p, before), name
+    assert {"attn.wq_b.weight", "attn.compressor.wkv.weight", "attn.indexer.wk.weight",
+            "attn.wo_b.weight", "attn_norm.weight"} <= copied
 
 
 def test_balance_lifts_the_bias_of_idle_experts(trainer):

@@ -2,6 +2,7 @@
 
 needle      a key and its value, novel text of a stated length, and the key again: recall
 copy        a row of words said over and over
+recite      the same with a row longer than a mini's window: what comes next is out of its sight
 pairs       names and numbers listed over and over in changing order: recall, densely
 code        classes of boilerplate: the same runs of tokens again and again
 arithmetic  sums, differences and products, one a line, all right
@@ -187,11 +188,19 @@ def recall(tokenizer: Tokenizer, distance: int, length: int, *, split: Split = "
 # -- (b) copying ------------------------------------------------------------------------------
 
 COPIED = 64  # words: from so few, looking back for what came next is learnt within minutes
+RECITED = (66, 100)  # words of a row, one token each: more than the 64 of a mini's window
 
 
 def _copy(tokenizer: Tokenizer, split: Split, seed: int, rng: random.Random) -> Iterator[str]:
     """A row of frequent words, over and over."""
     row = rng.choices(words(tokenizer)[:COPIED], k=rng.randint(6, 24))
+    while True:
+        yield from row
+
+
+def _recite(tokenizer: Tokenizer, split: Split, seed: int, rng: random.Random) -> Iterator[str]:
+    """A long row of frequent words, over and over."""
+    row = rng.choices(words(tokenizer)[:COPIED], k=rng.randint(*RECITED))
     while True:
         yield from row
 
@@ -313,8 +322,8 @@ def _facts(tokenizer: Tokenizer, split: Split, seed: int,
 
 # -- documents -----------------------------------------------------------------------------------
 
-WRITTEN = {"copy": _copy, "pairs": _pairs, "code": _code, "arithmetic": _arithmetic,
-           "facts": _facts}
+WRITTEN = {"copy": _copy, "recite": _recite, "pairs": _pairs, "code": _code,
+           "arithmetic": _arithmetic, "facts": _facts}
 KINDS = ("needle", *WRITTEN, "novels")
 
 

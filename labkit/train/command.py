@@ -55,6 +55,7 @@ def train_preset(run: Path, preset: str, fresh: bool, start: Path | None = None,
     usual = FROM_NOTHING if start is None else FROM_WEIGHTS
     if preset == "nano":  # its 512 tokens join words, where synthetic text must be cut
         options.setdefault("stages", (Stage(1.0, 512, 128, "index", {"novels": 1.0}),))
+    options.setdefault("alike", start is not None and preset != "nano")
     options.setdefault("stages", fitted(usual, config.max_position_embeddings))
     check_sizes(config, options, ("steps",), max(stage.length for stage in options["stages"]))
     if fresh:

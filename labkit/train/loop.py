@@ -30,6 +30,8 @@ from labkit.train.staged import StagedRun
 SHARES = {"novels": 0.45, "needle": 0.25, "pairs": 0.06, "code": 0.11, "facts": 0.08,
           "arithmetic": 0.05}
 
+BLIND = ", encoder blind"   # behind the kind of a loss in the log
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -64,13 +66,13 @@ FROM_NOTHING = (
 # What is left to learn from weights is to be exact. Of a needle row's tokens a twenty-fifth are
 # answers, and most of the others cannot be guessed; so answers weigh more. The selection has to
 # hold what attention looks at, so attention pays for what it leaves out. Recall had been learnt
-# by the encoder alone; where that is blind, the decoder has to learn it too.
+# by the encoder alone; where that is blind, the decoder has to do it too.
 MORE_RECALL = {"novels": 0.36, "needle": 0.32, "pairs": 0.08, "code": 0.1, "facts": 0.09,
                "arithmetic": 0.05}
 FROM_WEIGHTS = (
-    Stage(0.24, 2048, 256, "all", {"copy": 0.2, "pairs": 0.3, "needle": 0.3, "novels": 0.2},
+    Stage(0.07, 2048, 256, "all", {"recite": 0.3, "needle": 0.3, "pairs": 0.1, "novels": 0.3},
           answers=16.0, blind=1.0),
-    Stage(0.72, 2048, 1024, "index", MORE_RECALL, answers=16.0, left_out=0.1, blind=0.25),
+    Stage(0.667, 2048, 1024, "index", MORE_RECALL, answers=16.0, left_out=0.1, blind=0.25),
     Stage(1.0, 4096, 2048, "index", MORE_RECALL, answers=16.0, left_out=0.1, blind=0.25),
 )
 
@@ -100,6 +102,7 @@ class Options:
     kernels: str = "train"
     half: bool = True             # matrix products in bf16
     start: str = ""               # digest of the weights that it starts from; "": random ones
+    alike: bool = False           # later Full layers begin as copies of the first (`begin_alike`)
 
 
 @contextlib.contextmanager
@@ -137,6 +140,8 @@ class Trainer(StagedRun):
         init_weights(self.model, options.seed)
         if start is not None:
             self.model.load_state_dict(backbone(start))
+        if options.alike:
+            begin_alike(self.model)
         self.resume(self.model, optimizers(self.model, options.lr, options.muon_lr,
                                            options.weight_decay, options.table_lr,
                                            options.tables_by))
@@ -164,7 +169,7 @@ class Trainer(StagedRun):
         norm = self.update(factor, o.clip)
         worst = balance_experts(self.model, taps, stage.balance)
         self.keep_losses(number, within, losses, weights,
-                         ", encoder blind" if self.model.blind else "")
+                         BLIND if self.model.blind else "")
         return {"step": self.step + 1, "tokens": self.tokens, "length": stage.length,
                 "loss": round(loss.item(), 4),
                 "index_loss": round(selection.index.item(), 4),
@@ -182,6 +187,21 @@ class Trainer(StagedRun):
 
     def postfix(self, facts: dict[str, Any]) -> dict[str, str]:
         return {"loss": f"{facts['loss']:.3f}", "index": f"{facts['index_loss']:.3f}"}
+
+
+@torch.no_grad()
+def begin_alike(model: Transformer) -> None:
+    """The attention of every later Full layer becomes that of the first, where shapes agree.
+
+    What the encoder has learnt to look for, the decoder then looks for as well. Left to itself it
+    did not begin to: with the encoder blind it copied nothing beyond its window after 180 steps.
+    """
+    first, *later = model.config.kv_source_layer_ids
+    for layer in later:
+        of_first = dict(model.layers[first].named_parameters())
+        for name, p in model.layers[layer].named_parameters():
+            if name.startswith("attn") and of_first[name].shape == p.shape:
+                p.copy_(of_first[name])
 
 
 def blind(step: int, share: float) -> bool:

@@ -13,7 +13,7 @@ from labkit.errors import InputError
 from labkit.model.transformer import Transformer
 from labkit.text.synthetic import SHORTEST_DOCUMENT, Document, recall
 from labkit.text.tokenizer import Tokenizer
-from labkit.train.controls import all_entries, muted_engram, selecting
+from labkit.train.controls import all_entries, changed, muted_engram, selecting
 
 DISTANCES = (20, 32, 64, 128, 256, 512, 1024, 1536, 1900)
 """A statement takes up to 18 tokens of the shipped vocabulary, and no question is nearer."""
@@ -58,6 +58,9 @@ _CHANGES: dict[str, Callable[[Transformer], contextlib.AbstractContextManager[No
     AS_SHIPPED: lambda model: selecting(model, "index"),
     "all entries": lambda model: all_entries(model),
     "window only": lambda model: selecting(model, "none"),
+    # Which half finds it: the other one sees its windows alone.
+    "encoder blind": lambda model: changed(model, blind="encoder"),
+    "decoder blind": lambda model: changed(model, blind="decoder"),
     "random selection": lambda model: selecting(model, "random"),
     "Engram muted": muted_engram,
 }

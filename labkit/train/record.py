@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from labkit.config import ModelConfig
@@ -11,6 +11,7 @@ from labkit.text.synthetic import KINDS
 from labkit.train.draft_record import DraftRecord, draft_section
 from labkit.train.figure_tables import tables
 from labkit.train.figures import Figures
+from labkit.train.loop import BLIND
 from labkit.train.runs import Run, logs_of, stage_steps, tokens_read
 from labkit.train.samples import TEMPERATURES
 
@@ -52,7 +53,8 @@ def training_record(config: ModelConfig, runs: Sequence[Run], log: Sequence[Mapp
     for table in tables(f):
         lines += table.markdown()
     lines += ["## The curve", "", "Losses in nats a token on the training text; held-out bits per "
-              "byte on 24 windows. `log.jsonl` has every tenth step.", ""]
+              "byte on 24 windows. Answers are those of needles, and count in their kind as well; "
+              "`log.jsonl` has more.", ""]
     for number, part in enumerate(logs_of(runs, log), 1):
         lines += ([f"Run {number}:", ""] if len(runs) > 1 else []) + _curve(part)
     lines += [*(draft_section(config, draft) if draft else []), "## Samples", ""]
@@ -68,12 +70,21 @@ def training_record(config: ModelConfig, runs: Sequence[Run], log: Sequence[Mapp
 
 USUAL = {"seed": 0, "cooldown": 0.5, "rounding_from": 0.85}  # what `labkit train` takes by default
 
+# Column -> field of a stage, what it is in most, how it is written.
+MORE_OF_A_STAGE: dict[str, tuple[str, float, Callable[[float], str]]] = {
+    "weight of an answer's tokens": ("answers", 1.0, "{:g}".format),
+    "weight of the attention left out": ("left_out", 0.0, "{:g}".format),
+    "steps with a blind encoder": ("blind", 0.0, "{:.0%}".format),
+}
+
 
 def _run_section(run: Run, number: int, count: int) -> list[str]:
     options = run["options"]
     kinds = [kind for kind in KINDS if any(stage["shares"].get(kind) for stage
                                            in options["stages"])]
     threads = run["threads"]
+    more = {title: (field, usual, shown) for title, (field, usual, shown) in MORE_OF_A_STAGE.items()
+            if any(stage.get(field, usual) != usual for stage in options["stages"])}
     lines = [
         *([f"### Run {number}", ""] if count > 1 else []),
         f"- Command: `{command(run)}`" + (", starting from the run before." if number > 1 else "."),
@@ -85,12 +96,13 @@ def _run_section(run: Run, number: int, count: int) -> list[str]:
         "- Options: `" + json.dumps({k: v for k, v in options.items() if k != "stages"}) + "`.",
         "",
         "| stage | steps | tokens a step | tokens a row | who selects | "
-        + " | ".join(kinds) + " |",
-        "|" + "---|" * (5 + len(kinds)),
+        + " | ".join([*kinds, *more]) + " |",
+        "|" + "---|" * (5 + len(kinds) + len(more)),
     ]
     for place, (stage, steps) in enumerate(
             zip(options["stages"], stage_steps(run), strict=True), 1):
         shares = [f"{share:.0%}" if (share := stage["shares"].get(kind)) else "" for kind in kinds]
+        shares += [shown(stage.get(field, usual)) for field, usual, shown in more.values()]
         lines.append(f"| {place} | {steps:,} | {stage['tokens']:,} | {stage['length']:,} | "
                      f"{stage['selecting']} | " + " | ".join(shares) + " |")
     return [*lines, ""]
@@ -113,7 +125,8 @@ def _curve(log: Sequence[Mapping[str, Any]]) -> list[str]:
     every = max(1, len(steps) // 16)
     chosen = [e for i, e in enumerate(steps)
               if i % every == 0 or "heldout_bits_per_byte" in e or e is steps[-1]]
-    kinds = [kind for kind in KINDS if any(kind in e.get("loss_by_kind", {}) for e in chosen)]
+    kinds = [kind for kind in (*KINDS, "answers", f"answers{BLIND}")
+             if any(kind in e.get("loss_by_kind", {}) for e in chosen)]
     head = ["step", "tokens", "loss", *kinds, "index loss", "held-out bits per byte",
             "fullest expert / mean", "rounding"]
 
