@@ -233,6 +233,7 @@ class ModelConfig:
             out["quantization_config"] = dict(_QUANTIZATION)
         out["text_config"] = {
             "model_type": "deepseek_v41_text", **flat, **_CONSTANTS, "rope_scaling": scaling,
+            "engram_pad_token_id": self.engram_pad_id,  # both spellings here as well
             "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
         }
         out["vision_config"] = vision

