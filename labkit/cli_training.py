@@ -51,6 +51,10 @@ def train_draft(
     length: Annotated[int, typer.Option(help="Tokens a sequence.")] = 1024,
     anchors: Annotated[int, typer.Option(help="Blocks drafted in each sequence.")] = 192,
     seed: Annotated[int, typer.Option(help="Of weights, batches and anchors.")] = 0,
+    start: Annotated[Path | None, typer.Option(
+        help="Checkpoint folder whose draft it starts from, also of an earlier target.")] = None,
+    cooldown: Annotated[float, typer.Option(
+        help="Share of the steps in which the learning rates fall.")] = 0.5,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier run there.")] = False,
 ) -> None:
     """Train the draft (DSpark) of a checkpoint, whose own weights stay as they are.
@@ -61,11 +65,12 @@ def train_draft(
     Examples:
       labkit train-draft
       labkit train-draft --run runs/try --steps 50 --fresh
+      labkit train-draft --run runs/more --steps 500 --start /tmp/mini-before
     """
     from labkit.train.draft_command import train_draft
 
-    train_draft(run, model, fresh, steps=steps, batch=batch, length=length, anchors=anchors,
-                seed=seed)
+    train_draft(run, model, fresh, start, steps=steps, batch=batch, length=length,
+                anchors=anchors, seed=seed, cooldown=cooldown)
 
 
 def export(

@@ -140,6 +140,27 @@ def test_a_new_draft_knows_nothing_and_leaves_the_backbone_as_it_was(lab):
 # ---- the run --------------------------------------------------------------------------------
 
 
+def test_a_run_starts_from_the_draft_of_another_target(lab, folder, tmp_path):
+    """The draft is the other's, the backbone the target's own; one without is refused."""
+    other = Transformer(lab.config, lab.model.engram_classes, draft=True)
+    init_weights(other, 9)
+    trainer = DraftTrainer(lab, tmp_path / "run", OPTIONS, other)
+    assert trainer.options.start == target_digest(other)
+    for name, p in trainer.model.named_parameters():
+        source = other if name.startswith("mtp.") else lab.model
+        assert torch.equal(p, source.get_parameter(name)), name
+    bare = Transformer(lab.config, lab.model.engram_classes)
+    with pytest.raises(InputError, match="no draft"):
+        DraftTrainer(lab, tmp_path / "none", OPTIONS, bare)
+    sizes = {"steps": 1, "batch": 1, "length": 48, "anchors": 4}
+    changed = tmp_path / "changed"
+    write_checkpoint(changed, lab.config.replace(rms_norm_eps=1e-7), bare.state_dict(),
+                     engram_digest=lab.tokenizer.digest())
+    shutil.copyfile(data_dir() / "nano" / "tokenizer.json", changed / "tokenizer.json")
+    with pytest.raises(InputError, match="another configuration"):
+        train_draft(tmp_path / "r", str(folder), True, changed, **sizes)
+
+
 def test_only_the_draft_moves(lab, tmp_path):
     trainer = DraftTrainer(lab, tmp_path, OPTIONS)
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}

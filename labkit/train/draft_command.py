@@ -19,8 +19,12 @@ from labkit.train.draft_figures import DraftFigures, measure_draft
 from labkit.train.drafter import DraftOptions, DraftTrainer, draft_config
 
 
-def train_draft(run: Path, source: str, fresh: bool, **options: Any) -> None:
-    """Start or continue a run in folder `run` that trains the draft of a checkpoint."""
+def train_draft(run: Path, source: str, fresh: bool, start: Path | None = None,
+                **options: Any) -> None:
+    """Start or continue a run in folder `run` that trains the draft of a checkpoint.
+
+    start: a checkpoint whose draft it starts from, also one of another target of the same shape.
+    """
     lab = load(model_folder(source), device="cpu")      # as all of training
     config = draft_config(lab.config)
     check_sizes(config, options, ("steps", "batch", "length", "anchors"),
@@ -30,7 +34,10 @@ def train_draft(run: Path, source: str, fresh: bool, **options: Any) -> None:
                          f"{config.dspark_block_size} slots")
     if fresh:
         forget(run)
-    trainer = DraftTrainer(lab, run, DraftOptions(**options))
+    first = None if start is None else load(start, device="cpu").model
+    if first is not None and first.config.replace(quantized=config.quantized) != config:
+        raise InputError(f"{start} has another configuration than {source}: its draft does not fit")
+    trainer = DraftTrainer(lab, run, DraftOptions(**options), first)
     count = sum(p.numel() for p in trainer.trained.parameters())
     print(f"draft of {source}: {count:,} parameters in {config.num_nextn_predict_layers} stages, "
           f"from step {trainer.step} to {trainer.options.steps}, in {run}", flush=True)
