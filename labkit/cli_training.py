@@ -53,6 +53,8 @@ def train_draft(
     seed: Annotated[int, typer.Option(help="Of weights, batches and anchors.")] = 0,
     start: Annotated[Path | None, typer.Option(
         help="Checkpoint folder whose draft it starts from, also of an earlier target.")] = None,
+    own_rows: Annotated[int, typer.Option(
+        help="Sequences that the target writes itself first, for half of the novels.")] = 0,
     cooldown: Annotated[float, typer.Option(
         help="Share of the steps in which the learning rates fall.")] = 0.5,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier run there.")] = False,
@@ -70,7 +72,7 @@ def train_draft(
     from labkit.train.draft_command import train_draft
 
     train_draft(run, model, fresh, start, steps=steps, batch=batch, length=length,
-                anchors=anchors, seed=seed, cooldown=cooldown)
+                anchors=anchors, seed=seed, own_rows=own_rows, cooldown=cooldown)
 
 
 def export(

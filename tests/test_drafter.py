@@ -11,12 +11,14 @@ import shutil
 import signal
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
 import labkit
+from labkit import kernels
 from labkit.checkpoint.draft import write_draft
 from labkit.checkpoint.writer import write_checkpoint
 from labkit.engine.calibration import FILE, load_calibration, target_digest
@@ -25,10 +27,11 @@ from labkit.errors import CheckpointError, InputError
 from labkit.model.init import init_weights
 from labkit.model.transformer import Transformer
 from labkit.paths import data_dir
-from labkit.text.tokenizer import Tokenizer
-from labkit.train import drafter, losses
-from labkit.train.batches import Batches
+from labkit.text.tokenizer import SPECIAL_TOKENS, Tokenizer
+from labkit.train import drafter, losses, own_text
+from labkit.train.batches import Batches, Novels
 from labkit.train.command import DRAFT_FILES, export_run
+from labkit.train.controls import changed
 from labkit.train.draft_command import train_draft
 from labkit.train.draft_figures import measure_draft, try_drafts
 from labkit.train.draft_record import draft_section, read_draft_record
@@ -159,6 +162,56 @@ def test_a_run_starts_from_the_draft_of_another_target(lab, folder, tmp_path):
     shutil.copyfile(data_dir() / "nano" / "tokenizer.json", changed / "tokenizer.json")
     with pytest.raises(InputError, match="another configuration"):
         train_draft(tmp_path / "r", str(folder), True, changed, **sizes)
+
+
+def test_a_target_writes_rows_by_their_numbers(lab, monkeypatch):
+    """Any grouping of the rows gives the same; each begins as the novels do; the draws are fair."""
+    model, tokenizer = lab.model, lab.tokenizer
+    with changed(model, kernels=kernels.get("cpu")):
+        rows = own_text.write_rows(model, tokenizer, 5, 40, 3)
+        monkeypatch.setattr(own_text, "ROWS", 2)
+        assert torch.equal(own_text.write_rows(model, tokenizer, 5, 40, 3), rows)
+        assert not torch.equal(own_text.write_rows(model, tokenizer, 5, 40, 4), rows)
+    assert rows.shape == (5, 41) and (rows[:, 0] == tokenizer.bos_id).all()
+    begun = Novels(tokenizer, own_text.PROMPT, 3)
+    assert all(rows[n, :33].tolist() == begun(n).tolist() for n in range(5))
+    special = {tokenizer.special_id(role) for role in SPECIAL_TOKENS} - {None}
+    assert not special & set(rows[:, 1:].flatten().tolist())
+
+
+def test_the_targets_rows_follow_its_odds(lab, monkeypatch):
+    """Next tokens behind one prompt, 400 times: chi-square against the model's own odds."""
+    n, prompt = 400, np.array([lab.tokenizer.bos_id, *range(40, 40 + own_text.PROMPT)])
+    monkeypatch.setattr(own_text, "Novels", lambda *_: lambda number: prompt)
+    rows = own_text.write_rows(lab.model, lab.tokenizer, n, own_text.PROMPT + 1, 0)
+    logits = lab.model(torch.tensor(prompt)[None]).logits[0, -1].detach().double()
+    logits[[lab.tokenizer.special_id(role) for role in SPECIAL_TOKENS
+            if lab.tokenizer.special_id(role) is not None]] = -math.inf
+    odds, order = logits.softmax(-1).sort(descending=True)
+    cells = torch.bucketize(odds.cumsum(-1), torch.linspace(0, 1, 9)[1:-1].double())
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    found = torch.bincount(cells[place[rows[:, -1].long()]], minlength=8).double()
+    expected = n * torch.zeros(8).double().index_add_(0, cells, odds)
+    used = expected > 5
+    assert used.sum() > 3
+    value = float(((found - expected)[used] ** 2 / expected[used]).sum())
+    assert value < 30, (found, expected)                 # 7 degrees: one in ten thousand
+
+
+def test_half_of_the_novels_are_the_targets_own(lab, tmp_path):
+    options = dataclasses.replace(OPTIONS, own_rows=3)
+    trainer = DraftTrainer(lab, tmp_path / "run", options)
+    assert trainer.own is not None and trainer.own.shape == (3, 49)
+    kept = (tmp_path / "run" / own_text.FILE).read_bytes()
+    plain = DraftTrainer(lab, tmp_path / "plain", OPTIONS)
+    for step in (0, 2, 4):
+        trainer.step = plain.step = step
+        mine, texts = trainer.reading().ids, plain.reading().ids
+        assert torch.equal(mine[0], texts[0])                        # batches of 2: rows 0, 2, ...
+        assert torch.equal(mine[1], trainer.own[step // 2 % 3].long())
+    again = DraftTrainer(lab, tmp_path / "run", options)
+    assert torch.equal(again.own, trainer.own)
+    assert (tmp_path / "run" / own_text.FILE).read_bytes() == kept
 
 
 def test_only_the_draft_moves(lab, tmp_path):

@@ -17,6 +17,7 @@ from labkit.lab import load, model_folder
 from labkit.train.command import check_sizes, forget, run_to_end
 from labkit.train.draft_figures import DraftFigures, measure_draft
 from labkit.train.drafter import DraftOptions, DraftTrainer, draft_config
+from labkit.train.own_text import FILE as OWN_TEXT
 
 
 def train_draft(run: Path, source: str, fresh: bool, start: Path | None = None,
@@ -34,6 +35,7 @@ def train_draft(run: Path, source: str, fresh: bool, start: Path | None = None,
                          f"{config.dspark_block_size} slots")
     if fresh:
         forget(run)
+        (run / OWN_TEXT).unlink(missing_ok=True)
     first = None if start is None else load(start, device="cpu").model
     if first is not None and first.config.replace(quantized=config.quantized) != config:
         raise InputError(f"{start} has another configuration than {source}: its draft does not fit")

@@ -37,8 +37,11 @@ def draft_section(config: ModelConfig, record: DraftRecord) -> list[str]:
     c, f, facts = config, record.figures, record.facts
     o = facts["options"]
     slots = range(1, len(f.acceptance) + 1)
-    defaults = {"batch": 2, "length": 1024, "anchors": 192, "seed": 0}
-    extra = "".join(f" --{k} {o[k]}" for k, v in defaults.items() if o[k] != v)
+    defaults = {"batch": 2, "length": 1024, "anchors": 192, "seed": 0, "own_rows": 0,
+                "cooldown": 0.5}
+    extra = "".join(f" --{k.replace('_', '-')} {o[k]}" for k, v in defaults.items()
+                    if o.get(k, v) != v)
+    extra += " --start CHECKPOINT" if o.get("start") else ""
     blocks = facts["step"] * o["batch"] * o["anchors"]
     stages = c.num_nextn_predict_layers
 
@@ -58,6 +61,10 @@ def draft_section(config: ModelConfig, record: DraftRecord) -> list[str]:
         f"- Length: {facts['step']:,} updates, {blocks:,} blocks, each with the text's own tokens "
         f"before its slots; {facts['cpu_seconds'] / 60:.0f} minutes of one processor "
         f"core, {facts['threads']} thread" + ("s." if facts["threads"] > 1 else "."),
+        *(["- It started from the weights of an earlier draft, trained for an earlier state of the "
+           "model (docs/training.md)."] if o.get("start") else []),
+        *([f"- Half of the novels' rows were written by the model itself: {o['own_rows']} rows of "
+           f"{o['length']} tokens at temperature 1."] if o.get("own_rows") else []),
         "- Loss: 0.1 cross-entropy + 0.9 total variation from the target + 1.0 confidence "
         "(entropy against 1 - total variation), slot k weighted exp(-(k-1)/n).",
         "- Options: `" + json.dumps(o) + "`.",

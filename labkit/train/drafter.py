@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tqdm import tqdm
 
 from labkit.config import ModelConfig
 from labkit.engine.calibration import target_digest
@@ -29,9 +30,11 @@ from labkit.text.tokenizer import Tokenizer
 from labkit.trace import Taps
 from labkit.train.balance import balance_experts
 from labkit.train.batches import Batches
+from labkit.train.controls import changed
 from labkit.train.loop import backbone, exact_kernels, rounded_weights
 from labkit.train.losses import draft_loss, total_variation
 from labkit.train.optimizers import optimizers, schedule
+from labkit.train.own_text import own_text
 from labkit.train.run import TrainingRun
 
 # More prose and code than the model reads: there a draft is to save steps.
@@ -60,6 +63,7 @@ class DraftOptions:
     balance: float = 5e-3         # step of the gates' biases towards equal load
     updates: int = 2              # updates for one pass of the target, each with other anchors
     shares: dict[str, float] = field(default_factory=lambda: dict(SHARES))
+    own_rows: int = 0             # rows that the target writes itself, for half of the novels'
     cooldown: float = 0.5         # share of the steps in which the learning rates fall
     target: str = ""              # digest of the target, filled in by the trainer
     start: str = ""               # of the model whose draft it starts from; "": random weights
@@ -181,6 +185,12 @@ class DraftTrainer(TrainingRun):
         self.batches = Batches(lab.tokenizer, options.batch, options.length, options.seed,
                                options.shares)
         self._reading: tuple[int, Reading] | None = None
+        self.own: torch.Tensor | None = None
+        if options.own_rows:
+            with changed(model, kernels=exact_kernels()):
+                self.own = own_text(folder, model, lab.tokenizer, options.own_rows, options.length,
+                                    options.seed, lambda steps: tqdm(
+                                        steps, desc="the target writes", leave=False))
         # Under its checkpoint names: mtp.0.attn.wq_a.weight ...
         trained = nn.ModuleDict({"mtp": cast(nn.Module, model.mtp)})
         self.resume(trained, optimizers(trained, options.lr, options.muon_lr,
@@ -218,7 +228,11 @@ class DraftTrainer(TrainingRun):
         number = self.step // self.options.updates
         if self._reading is None or self._reading[0] != number:
             ids, targets, _ = self.batches(number)
-            self._reading = number, read(self.model, torch.cat([ids, targets[:, -1:]], dim=1))
+            rows = torch.cat([ids, targets[:, -1:]], dim=1)             # [B,T+1]
+            for row, (kind, place) in enumerate(self.batches.kinds(number)):
+                if self.own is not None and kind == "novels" and place % 2:
+                    rows[row] = self.own[place // 2 % len(self.own)]
+            self._reading = number, read(self.model, rows)
         return self._reading[1]
 
     def look(self, limit: int | None = None) -> list[float]:
