@@ -30,7 +30,7 @@ class Indexer(nn.Module):
     def __init__(self, config: ModelConfig, role: LayerRole) -> None:
         super().__init__()
         self.config, self.role = config, role
-        self.half = "encoder" if role.layer < config.encoder_layers else "decoder"
+        self.side = "encoder" if role.layer < config.encoder_layers else "decoder"
         heads, di = config.index_n_heads, config.index_head_dim
         self.wq_b = nn.Linear(config.q_lora_rank, heads * di, bias=False)
         self.weights_proj = nn.Linear(config.hidden_size, heads, bias=False)
@@ -86,7 +86,7 @@ class Indexer(nn.Module):
         keys = run.published.index_keys
         assert keys is not None
         seen = visible(positions, self.role.ratio, keys.length)
-        selecting = "none" if run.blind == self.half else run.selecting
+        selecting = "none" if run.blind == self.side else run.selecting
         if selecting == "random":
             scores = chance(positions, keys.length, self.role.layer)    # [B,t,S]
         elif selecting != "index":  # all or none: nothing to choose
