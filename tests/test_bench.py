@@ -114,7 +114,7 @@ def test_errors_inside_a_benchmark_are_reported_as_anywhere(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(("words", "said"), [
     (["--texts", "0"], "--texts is 0"),
-    (["--hit", "1000"], "the context of mini is 1024"),
+    (["--hit", "2000"], "the context of mini is 2048"),
     (["--only", "speed"], "invalid choice"),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(words, said):

@@ -146,7 +146,7 @@ def test_forced_to_its_own_choices_labkit_is_itself_and_forced_to_others_it_is_n
     assert np.array_equal(trace["logits"], lab_side.logits(lab, ids))
     assert np.array_equal(lab_side.forced(folder, CACHE.job(1), ids, trace), trace["logits"])
     config = lab.config
-    full, last = config.kv_source_layer_ids[0], config.num_hidden_layers - 1
+    full, last = config.kv_source_layer_ids[-1], config.num_hidden_layers - 1
     half = (trace[f"layers.{full}.attn.topk_indices"] + 1) // 2 - 1
     for name, value in {
         f"layers.{last}.attn.window": trace[f"layers.{last}.attn.window"] * 2,

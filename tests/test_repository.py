@@ -46,8 +46,7 @@ def text_of(path: Path) -> str | None:
 def test_sizes():
     sizes = {path: path.stat().st_size for path in FILES}
     assert len(sizes) > 20
-    # MiB: the one file that needs them is data/mini with its draft (see test_trained_mini.py)
-    assert [p for p, size in sizes.items() if size > 16 * 2**20] == []
+    assert [p for p, size in sizes.items() if size > 16_000_000] == []
     assert sum(sizes.values()) <= 60 * MB
 
 

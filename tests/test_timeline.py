@@ -72,8 +72,8 @@ def test_what_does_not_fit_changes_nothing(lab):
         told = Conversation(cache, lab.tokenizer, clock)
         told.say("She was", 2)
         before = list(told.ids)
-        with pytest.raises(InputError, match="do not fit the context of 1024"):
-            told.say("word " * 1100)
+        with pytest.raises(InputError, match="do not fit the context of 2048"):
+            told.say("word " * 2100)
         with pytest.raises(InputError, match="empty"):
             told.say("")
         with pytest.raises(InputError, match="does not go back"):
