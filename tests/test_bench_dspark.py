@@ -93,7 +93,7 @@ def test_every_load_has_every_policy_and_the_measured_rates(output):
 
 @pytest.mark.parametrize(("words", "code", "said"), [
     (["--slots", "0"], 2, "--slots is 0"), (["--requests", "4", "0"], 2, "--requests is 0"),
-    (["--length", "1000"], 2, "the context of mini is 1024"),
+    (["--length", "2000"], 2, "the context of mini is 2048"),
     (["--new-tokens", "1"], 2, "--new-tokens is 1: give at least 2"),
     (["--length", "928"], 2, "6 for requests of different age make 1030 tokens"),
     (["--length", "1020", "--new-tokens", "2", "--only", "costs"], 2,
