@@ -95,9 +95,9 @@ def test_every_load_has_every_policy_and_the_measured_rates(output):
     (["--slots", "0"], 2, "--slots is 0"), (["--requests", "4", "0"], 2, "--requests is 0"),
     (["--length", "2000"], 2, "the context of mini is 2048"),
     (["--new-tokens", "1"], 2, "--new-tokens is 1: give at least 2"),
-    (["--length", "928"], 2, "6 for requests of different age make 1030 tokens"),
-    (["--length", "1020", "--new-tokens", "2", "--only", "costs"], 2,
-     "--length and --slots make 1025"),
+    (["--length", "1952"], 2, "6 for requests of different age make 2054 tokens"),
+    (["--length", "2044", "--new-tokens", "2", "--only", "costs"], 2,
+     "--length and --slots make 2049"),
     (["--only", "speed"], 2, "invalid choice"), (["--slots", "17"], 1, "from 0 (no draft) to 16"),
     (["--temperature", "-1", "--quick", "--only", "pairs"], 1, "temperature is -1"),
 ])  # fmt: skip
