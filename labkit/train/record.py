@@ -39,7 +39,8 @@ def training_record(config: ModelConfig, runs: Sequence[Run], log: Sequence[Mapp
         + (f", and text written by code (`labkit/text/synthetic.py`): {', '.join(written)}."
            if written else "."),
         "- The same seeds, code and machine repeat a run; another processor rounds differently and "
-        "gives another, equally good model.",
+        "gives another, equally good model. `training/README.md` says what of the runs below was "
+        "made by older code.",
         "- Afterwards: `labkit export runs/mini data/mini` and `labkit rebuild`.",
         f"- Shipped in the released quantised layout, {f.file_bytes:,} bytes"
         + (", the draft included." if draft else "."),
