@@ -16,6 +16,9 @@ from labkit.text.corpus import load_corpus
 from labkit.trace import Taps
 
 STEPS = 48
+# mini recalls with its decoder and the fault is in the encoder's selection: a choice changes there
+# once in a hundred steps or so, a number in every second one.
+MANY = 220
 
 
 def trained():
@@ -23,7 +26,7 @@ def trained():
     lab = labkit.load("mini")
     text = load_corpus("heldout")["persuasion"]
     start = 4 * lab.config.index_topk
-    return lab.model, lab.encode(text[:8000])[: start + STEPS], start
+    return lab.model, lab.encode(text[:8000])[: start + MANY], start
 
 
 def drawn():
@@ -62,8 +65,9 @@ def test_every_second_step_is_wrong_and_only_those(case):
 
 
 @torch.no_grad()
-def test_over_many_steps_the_likeliest_token_changes(case, request):
+def test_over_many_steps_the_likeliest_token_changes(case):
     model, ids, start = case
+    steps = len(ids) - start
 
     def run(**options):
         session = Session(model, **options)
@@ -76,13 +80,10 @@ def test_over_many_steps_the_likeliest_token_changes(case, request):
     difference, same = compare(off, on)
     span = float(off.abs().max())
     print(f"on: logits differ by up to {difference:.3g}, the likeliest token agrees in "
-          f"{same}/{STEPS}; off, against one pass: {exact:.3g}, {all_same}/{STEPS}; "
+          f"{same}/{steps}; off, against one pass: {exact:.3g}, {all_same}/{steps}; "
           f"largest logit {span:.3g}")
-    assert all_same == STEPS and exact < 1e-2 * span
-    assert difference > 10 * exact
-    # The fault is in the encoder's selection. mini recalls with its decoder: numbers change there,
-    # the choice does not.
-    assert same < STEPS or request.node.callspec.id == "mini"
+    assert all_same == steps and exact < 1e-2 * span
+    assert same < steps and difference > 10 * exact
     assert torch.equal(off, run(stale_index_keys=False))
 
 
