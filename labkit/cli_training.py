@@ -8,12 +8,15 @@ from typing import Annotated
 
 import typer
 
+Run = Annotated[Path, typer.Option(help="Folder of the run: its state and its log.")]
+Steps = Annotated[int, typer.Option(help="Length of the whole run.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Forget an earlier run there.")]
+
 
 def train(
-    run: Annotated[Path, typer.Option(help="Folder of the run: its state and its log.")] = Path(
-        "runs/mini"),
+    run: Run = Path("runs/mini"),
     preset: Annotated[str, typer.Option(help="Configuration to train.")] = "mini",
-    steps: Annotated[int, typer.Option(help="Length of the whole run.")] = 3500,
+    steps: Steps = 3500,
     seed: Annotated[int, typer.Option(help="Of weights, batches and samples.")] = 0,
     start: Annotated[Path | None, typer.Option(
         help="Checkpoint folder whose weights the run starts from.")] = None,
@@ -21,12 +24,13 @@ def train(
         help="Share of the steps in which the learning rates fall; 0: another run follows.")] = 0.5,
     rounding_from: Annotated[float, typer.Option(
         help="Share of the steps after which all is rounded as shipped.")] = 0.85,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier run there.")] = False,
+    fresh: Fresh = False,
 ) -> None:
     """Train a preset on novels and synthetic text; the same command goes on where it stopped.
 
     It begins on short rows without selection and ends with the whole context, the selection, and
-    weights and cache rounded as shipped. From the weights of another run it goes on with the last.
+    weights and cache rounded as shipped. From the weights of another run it begins with the
+    decoder recalling alone, then goes on with the selection.
 
     Ctrl-C saves and stops. `labkit export` writes the result as a checkpoint.
 
@@ -43,10 +47,9 @@ def train(
 
 
 def train_draft(
-    run: Annotated[Path, typer.Option(help="Folder of the run: its state and its log.")] = Path(
-        "runs/draft"),
+    run: Run = Path("runs/draft"),
     model: Annotated[str, typer.Option(help="mini or a checkpoint folder: the target.")] = "mini",
-    steps: Annotated[int, typer.Option(help="Length of the whole run.")] = 1600,
+    steps: Steps = 1600,
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 2,
     length: Annotated[int, typer.Option(help="Tokens a sequence.")] = 1024,
     anchors: Annotated[int, typer.Option(help="Blocks drafted in each sequence.")] = 192,
@@ -57,7 +60,7 @@ def train_draft(
         help="Sequences that the target writes itself first, for half of the novels.")] = 0,
     cooldown: Annotated[float, typer.Option(
         help="Share of the steps in which the learning rates fall.")] = 0.5,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier run there.")] = False,
+    fresh: Fresh = False,
 ) -> None:
     """Train the draft (DSpark) of a checkpoint, whose own weights stay as they are.
 
@@ -99,8 +102,7 @@ def export(
 
 
 def train_plain(
-    run: Annotated[Path, typer.Option(help="Folder of the run: its state and its log.")] = Path(
-        "runs/plain"),
+    run: Run = Path("runs/plain"),
     like: Annotated[list[Path] | None, typer.Option(
         help="Run to compare with, a run.json or a folder; several in order where one began with "
              "the weights of another. Default: that of the shipped model.")] = None,
@@ -109,7 +111,7 @@ def train_plain(
         help="Another length, with the same shares of it for every stage.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the weights; default: as the run.")] = None,
     head_dim: Annotated[int, typer.Option(help="Of an attention head: 32 or 64.")] = 32,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier run there.")] = False,
+    fresh: Fresh = False,
 ) -> None:
     """Train a plain transformer of as many active parameters on the rows that the model read.
 

@@ -74,7 +74,7 @@ def selection_loss(config: ModelConfig, taps: Mapping[str, torch.Tensor],
                 left_out.append(_left_out(far, selected))
         scores = index_scores(taps[f"{name}.index_queries"][:, queries].float(), keys,
                               taps[f"{name}.index_weights"][:, queries].float())
-        guess = torch.log_softmax(scores.masked_fill(~seen, NOTHING), -1)          # [B,n,S]
+        guess = torch.log_softmax(scores.masked_fill(~seen, NOTHING), -1)       # [B,n,S]
         kl = target * (target.clamp(min=1e-20).log() - guess)
         distances.append(kl.sum(-1).sum() / seen.any(-1).sum().clamp(min=1))
     return SelectionLoss(torch.stack(distances).mean(),
