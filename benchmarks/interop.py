@@ -206,7 +206,6 @@ class Theirs:
 
     def __init__(self, recipe: env.Recipe, source: Path, options: argparse.Namespace) -> None:
         self.recipe, self.source, self.options = recipe, source, options
-        self.added: list[str] = []
 
     def answer(self, mode: env.Mode, questions: dict[str, Any]) -> dict[str, np.ndarray]:
         recipe, folder = self.recipe, self.options.folder
@@ -214,14 +213,13 @@ class Theirs:
             name: questions.get(name, []) for name in
             ("texts", "rows", "prompts", "steps", "given", "traces")}
         files = [*env.checkpoint_files(self.source), *env.worker_sources(recipe)]
-        name = f"{recipe.name}-{env.digest(files, env.recipe_facts(recipe), job)}"
+        name = f"{recipe.name}-{env.digest(files, recipe.installs, job)}"
         result = folder / "results" / f"{name}.npz"
-        self.added = [n for n in recipe.adds if not (self.source / n).exists()]
         if not result.exists():
             say: env.Tell = lambda text: tell(f"{recipe.name} ({mode.name}): {text}")  # noqa: E731
             python = env.prepare(recipe, folder / "environments" / recipe.name, say)
             (folder / "logs").mkdir(parents=True, exist_ok=True)
-            with env.checkpoint_copy(self.source, recipe, folder / "work") as (copy, _):
+            with env.checkpoint_copy(self.source, folder / "work") as copy:
                 path = copy / "interop_job.json"
                 path.write_text(json.dumps(job | {"checkpoint": str(copy)}), encoding="utf-8")
                 env.run(recipe, python.absolute(), path.absolute(), result.absolute(),
@@ -240,7 +238,7 @@ def compare_mode(theirs: Theirs, mode: env.Mode, ours: Ours) -> Outcome:
     found = theirs.answer(mode, {
         "texts": asked.texts, "rows": rows, "prompts": written, "steps": asked.steps,
         "given": tokens if recipe.reads_off else []})
-    outcome.version, outcome.added = str(found["version"]), theirs.added
+    outcome.version = str(found["version"])
     floor = ours.floor(mode)
     hidden = [asked.config.eos_token_id] if recipe.masks_eos else []
 

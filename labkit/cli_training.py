@@ -60,6 +60,8 @@ def train_draft(
         help="Sequences that the target writes itself first, for half of the novels.")] = 0,
     cooldown: Annotated[float, typer.Option(
         help="Share of the steps in which the learning rates fall.")] = 0.5,
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1.2e-2,
+    muon_lr: Annotated[float, typer.Option(help="Of Muon, which trains the matrices.")] = 4e-2,
     fresh: Fresh = False,
 ) -> None:
     """Train the draft (DSpark) of a checkpoint, whose own weights stay as they are.
@@ -70,12 +72,13 @@ def train_draft(
     Examples:
       labkit train-draft
       labkit train-draft --run runs/try --steps 50 --fresh
-      labkit train-draft --run runs/more --steps 500 --start /tmp/mini-before
+      labkit train-draft --run runs/more --steps 500 --start /tmp/mini-before --lr 5e-3
     """
     from labkit.train.draft_command import train_draft
 
     train_draft(run, model, fresh, start, steps=steps, batch=batch, length=length,
-                anchors=anchors, seed=seed, own_rows=own_rows, cooldown=cooldown)
+                anchors=anchors, seed=seed, own_rows=own_rows, cooldown=cooldown, lr=lr,
+                muon_lr=muon_lr)
 
 
 def export(

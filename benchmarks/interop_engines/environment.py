@@ -8,9 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -66,7 +66,6 @@ class Recipe:
     reads_off its greedy texts are read off one pass over labkit's tokens (no cache)
     masks_eos told to write on behind EOS it lowers that logit out of sight: compared without it
     traces    rounded vectors and choices can be recorded
-    adds      files that the engine needs and the checkpoint may lack
     """
 
     name: str
@@ -79,7 +78,6 @@ class Recipe:
     reads_off: bool = False
     masks_eos: bool = False
     traces: bool = True
-    adds: Mapping[str, str] = field(default_factory=dict)
 
 
 def _unrounded(how: str) -> Mode:
@@ -103,8 +101,7 @@ RECIPES = {recipe.name: recipe for recipe in (
                  False, "inputs"),
             Mode("cache and all linear inputs rounded, bf16", "as it is", "bf16", True, "all")),
            # Confined to one core it writes a token a second.
-           rows=8, prompts=6, masks_eos=True, traces=False,
-           adds={"tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'}),
+           rows=8, prompts=6, masks_eos=True, traces=False),
 )}
 
 
@@ -163,17 +160,14 @@ def last_line(text: str) -> str:
 # ---- running --------------------------------------------------------------------------------
 
 @contextmanager
-def checkpoint_copy(source: Path, recipe: Recipe, folder: Path) -> Iterator[tuple[Path, list[str]]]:
-    """A copy that an engine may write into, gone afterwards, and what was added to it."""
+def checkpoint_copy(source: Path, folder: Path) -> Iterator[Path]:
+    """A copy that an engine may write into, gone afterwards."""
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix="checkpoint-", ignore_cleanup_errors=True) as name:
         copy = Path(name)
         for file in checkpoint_files(source):
             shutil.copyfile(file, copy / file.name)
-        added = [n for n in recipe.adds if not (source / n).exists()]
-        for file_name in added:
-            (copy / file_name).write_text(recipe.adds[file_name], encoding="utf-8")
-        yield copy, added
+        yield copy
 
 
 def checkpoint_files(source: Path) -> list[Path]:
@@ -194,11 +188,6 @@ def digest(files: Sequence[Path], *parts: Any) -> str:
 
 def worker_sources(recipe: Recipe) -> list[Path]:
     return [HERE / "worker.py", HERE / recipe.worker]
-
-
-def recipe_facts(recipe: Recipe) -> dict[str, Any]:
-    """What a result depends on besides the job and the worker."""
-    return {"installs": recipe.installs, "adds": dict(recipe.adds)}
 
 
 def run(recipe: Recipe, python: Path, job: Path, result: Path, log: Path, threads: int,

@@ -52,7 +52,6 @@ class Outcome:
     tolerance: float
     failure: str = ""
     version: str = ""
-    added: list[str] = field(default_factory=list)
     texts: list[Text] = field(default_factory=list)
     writings: list[Writing] = field(default_factory=list)
 
@@ -84,9 +83,6 @@ def report(model: str, source: Path, config: ModelConfig, outcomes: Sequence[Out
         table(("engine", "rounding mode", "how", "greedy texts equal", "verdict"), [
             (f"{o.recipe.name} {o.version or o.recipe.version}", o.mode.name, o.mode.how,
              "-" if o.failure else o.greedy, o.failure or o.verdict) for o in outcomes])]
-    added = {o.recipe.name: o.added for o in outcomes if o.added}
-    parts += [f"{name} got a copy of the checkpoint with {', '.join(files)} added, which it "
-              "cannot do without." for name, files in added.items()]
     parts += [DISTANCES, table(DISTANCE_HEAD, [
         _distance_row(o, t) for o in outcomes for t in o.texts])]
     parted = [(o, w) for o in outcomes for w in o.writings if w.step is not None]

@@ -38,7 +38,7 @@ def draft_section(config: ModelConfig, record: DraftRecord) -> list[str]:
     o = facts["options"]
     slots = range(1, len(f.acceptance) + 1)
     defaults = {"batch": 2, "length": 1024, "anchors": 192, "seed": 0, "own_rows": 0,
-                "cooldown": 0.5}
+                "cooldown": 0.5, "lr": 1.2e-2, "muon_lr": 4e-2}
     extra = "".join(f" --{k.replace('_', '-')} {o[k]}" for k, v in defaults.items()
                     if o.get(k, v) != v)
     extra += " --start CHECKPOINT" if o.get("start") else ""
