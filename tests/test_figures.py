@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,14 @@ from labkit.train import attention_mass as mass_module
 from labkit.train import dense
 from labkit.train import draft_figures as draft_module
 from labkit.train.agreement import REUSES, Agreement, Reuse, bounded_replay, held_out
-from labkit.train.attention_mass import attention_mass, held, kept_mass, random_selection
+from labkit.train.attention_mass import (
+    attention,
+    attention_mass,
+    best_selection,
+    held,
+    kept_mass,
+    random_selection,
+)
 from labkit.train.controls import all_entries, cache_rounding, muted_engram, selecting
 from labkit.train.draft_figures import judge_draft
 from labkit.train.drafter import heldout_rows
@@ -187,11 +195,31 @@ def test_mass_of_a_case_made_by_hand():
     entries = torch.stack([key(2), key(3), key(5), key(1000)])
     there, seen = torch.tensor([[False, True]]), torch.tensor([[True, True, True, False]])
     kept = torch.tensor([[True, False, True, False]])
-    found = kept_mass(q, window, there, entries, seen, kept)
+    near, far = attention(q, window, there, entries, seen)
+    found = kept_mass(near, far, kept)
     assert found.shape == (1, 2)
     assert found[0].tolist() == pytest.approx([(8 / 11 + 3 / 4) / 2, (7 / 10 + 2 / 3) / 2])
-    assert kept_mass(q, window, there, entries, seen, seen)[0].tolist() == pytest.approx([1, 1])
+    assert kept_mass(near, far, seen)[0].tolist() == pytest.approx([1, 1])
     assert held(torch.tensor([[2, 0, -1]]), 4).equal(kept)
+
+
+def test_no_selection_keeps_more_than_the_best():
+    generator = torch.Generator().manual_seed(2)
+    q, entries = (torch.randn(*shape, 4, generator=generator) for shape in ((3, 2), (6,)))
+    window, there = torch.randn(3, 2, 4, generator=generator), torch.ones(3, 2, dtype=torch.bool)
+    seen = torch.arange(6) < torch.tensor([[4], [5], [6]])
+    near, far = attention(q, window, there, entries, seen)
+    sizes = torch.tensor([2, 2, 3])
+    best = best_selection(far, sizes)
+    assert (best.sum(-1) == sizes).all() and not (best & ~seen).any()
+    for row, size in enumerate(sizes.tolist()):
+        every = torch.zeros(0, 6, dtype=torch.bool)
+        for numbers in combinations(range(6), size):
+            every = torch.cat([every, held(torch.tensor([numbers]), 6)])
+        kept = [kept_mass(near[[row]], far[[row]], one[None])[0, 0].item() for one in every]
+        assert kept_mass(near[[row]], far[[row]], best[[row]])[0, 0].item() == pytest.approx(
+            max(kept))
+        assert min(kept) < max(kept) - 0.05
 
 
 def test_a_random_selection_has_the_size_and_sees_no_more():
@@ -231,6 +259,9 @@ def test_mass_is_that_of_the_model_s_attention():
             # Columns: (a) and (b), each as selected and at random.
             assert row[0].item() == pytest.approx(float((near + picked).mean()), rel=1e-4)
             assert row[2].item() == pytest.approx(float((picked / far.sum(-1)).mean()), rel=1e-4)
+            most = near + far.mean(0).topk((chosen[t] >= 0).sum()).values.sum()
+            assert row[4].item() == pytest.approx(float(most.mean()), rel=1e-4)
+            assert row[4] >= row[0] - 1e-6 and row[4] >= row[1] - 1e-6
 
 
 def test_everything_selected_keeps_everything(monkeypatch):

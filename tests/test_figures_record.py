@@ -9,6 +9,7 @@ from figures_helpers import DRAFT, GOOD, changed
 
 from labkit.config import ModelConfig
 from labkit.errors import CheckpointError
+from labkit.train.readme import readme_part
 from labkit.train.record import command, training_record
 from labkit.train.runs import (
     logs_of,
@@ -94,6 +95,19 @@ def test_the_record_tells_each_run():
     assert "> **It is** a truth" in text
     one = training_record(config, [FIRST], LOG[:2], changed(draft=DRAFT, replay=GOOD.replay))
     assert "Run 1" not in one and "### Targets" in one
+
+
+def test_the_readme_part_shows_what_there_is():
+    text = readme_part(GOOD, [FIRST, SECOND], None)
+    assert "trained for 12 minutes on one CPU core, on 0.3 million tokens" in text
+    assert "| as shipped (weights and cache rounded) | 1.500 |" in text
+    assert "on the same rows | 1.510 |" in text
+    assert "| tokens back | 64 | 256 | 1024 |" in text
+    assert "| as shipped | 98 % | 97 % | 100 % |" in text
+    assert "| window only | 6 % | - | - |" in text
+    assert "> It is a truth" in text and "Of five drafted tokens 1.30 are accepted" in text
+    bare = readme_part(changed(plain=None, draft=None, recall=(), samples=()), [FIRST], None)
+    assert "plain transformer" not in bare and "tokens back" not in bare and ">" not in bare
 
 
 def test_the_comparison_is_read(tmp_path):

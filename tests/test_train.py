@@ -271,11 +271,12 @@ def test_left_out_agrees_with_the_mass_that_is_reported(trainer):
             entries = taps[f"{owner}.compressed_kv"][row].detach()
             selected = taps[f"layers.{role.index_source}.attn.topk_indices"][row][queries]
             columns = queries[:, None] + 1 + torch.arange(W)
-            kept = [attention_mass.kept_mass(
-                taps[f"{name}.q"][row][queries][:, head : head + 1].detach(),
+            near, far = attention_mass.attention(
+                taps[f"{name}.q"][row][queries].detach(),
                 taps[f"{name}.window"][row][columns].detach(), columns >= W, entries,
-                visible(queries[None], role.ratio, len(entries))[0],
-                attention_mass.held(selected, len(entries)))[:, 1]
+                visible(queries[None], role.ratio, len(entries))[0])
+            kept = [attention_mass.kept_mass(
+                near[:, [head]], far[:, [head]], attention_mass.held(selected, len(entries)))[:, 1]
                 for head in range(config.num_attention_heads)]
             expected.append(-torch.stack(kept).log().mean())
     value = float(found.detach())

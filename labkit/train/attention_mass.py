@@ -27,6 +27,8 @@ class Mass:
                    entries that the query may see. The sink has no value and is left out
     kept_entries   of the mass on those entries alone
     *_random       the same of a random selection of the same size
+    kept_best      the most that a selection of that size can keep: of those entries with the
+                   largest mean mass over heads
     Only queries that see more entries than they may select are counted.
     """
 
@@ -39,6 +41,7 @@ class Mass:
     kept_random: float
     kept_entries: float
     kept_entries_random: float
+    kept_best: float
 
 
 def attention_mass(lab: Lab, rows: int = 6, answers: int = 4,
@@ -55,9 +58,9 @@ def attention_mass(lab: Lab, rows: int = 6, answers: int = 4,
     sums: dict[tuple[str, int], torch.Tensor] = {}
     counts: dict[tuple[str, int], int] = {}
     for text, ids, queries in progress(texts):
-        for layer, found in _masses(lab, ids, queries, generator):       # [n,4]
+        for layer, found in _masses(lab, ids, queries, generator):       # [n,5]
             key = (text, layer)
-            sums[key] = sums.get(key, torch.zeros(4)) + found.sum(0)
+            sums[key] = sums.get(key, torch.zeros(5)) + found.sum(0)
             counts[key] = counts.get(key, 0) + len(found)
     out = []
     for (text, layer), total in sums.items():
@@ -103,7 +106,7 @@ def wanted(config: ModelConfig) -> list[str]:
 @torch.no_grad()
 def _masses(lab: Lab, ids: list[int], queries: torch.Tensor, generator: torch.Generator,
             ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(layer, [n,4]) of one text at those of the positions `queries` that have to choose."""
+    """(layer, [n,5]) of one text at those of the positions `queries` that have to choose."""
     c, taps = lab.config, Taps(wanted(lab.config))
     lab.model(torch.tensor([ids]), taps=taps)
     for role in c.roles:
@@ -118,11 +121,13 @@ def _masses(lab: Lab, ids: list[int], queries: torch.Tensor, generator: torch.Ge
         padded = taps[f"{name}.window"][0].cpu().float()                                # [W+T,d]
         columns = at[:, None] + 1 + torch.arange(c.sliding_window)                      # [n,W]
         seen = visible(at[None], role.ratio, len(entries))[0]                           # [n,S]
-        at_random = random_selection(seen, (selected >= 0).sum(-1), generator)
-        parts = [kept_mass(taps[f"{name}.q"][0].cpu()[at].float(), padded[columns],
-                           columns >= c.sliding_window, entries, seen, chosen)
-                 for chosen in (held(selected, len(entries)), at_random)]               # [n,2]
-        yield role.layer, torch.stack(parts, -1).flatten(1)
+        sizes = (selected >= 0).sum(-1)
+        near, far = attention(taps[f"{name}.q"][0].cpu()[at].float(), padded[columns],
+                              columns >= c.sliding_window, entries, seen)
+        parts = [kept_mass(near, far, kept) for kept in (
+            held(selected, len(entries)), random_selection(seen, sizes, generator))]    # [n,2]
+        best = kept_mass(near, far, best_selection(far, sizes))                         # [n,2]
+        yield role.layer, torch.cat([torch.stack(parts, -1).flatten(1), best[:, :1]], 1)
 
 
 def choosing(role: LayerRole, queries: torch.Tensor, topk: int) -> torch.Tensor:
@@ -140,17 +145,26 @@ def random_selection(seen: torch.Tensor, sizes: torch.Tensor,
                      generator: torch.Generator) -> torch.Tensor:
     """bool [n,S]: of the entries that each query sees, so many at random."""
     order = torch.rand(seen.shape, generator=generator).masked_fill(~seen, -1.0)
-    rank = order.argsort(-1, descending=True).argsort(-1)
-    return (rank < sizes[:, None]) & seen
+    return _first(order, sizes) & seen
 
 
-def kept_mass(q: torch.Tensor, window: torch.Tensor, there: torch.Tensor, entries: torch.Tensor,
-              seen: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """[n,2]: the share of attention on window and kept entries, of that on all keys; and the
-    share on kept entries, of that on entries. Means over heads.
+def best_selection(far: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """bool [n,S]: for each query so many entries, those on which its heads together put the most
+    of far [n,H,S]. What is kept is a sum over entries, so no other selection keeps more."""
+    return _first(far.sum(1), sizes)
+
+
+def _first(order: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """bool [n,S]: so many of each row, the largest ones."""
+    return order.argsort(-1, descending=True).argsort(-1) < sizes[:, None]
+
+
+def attention(q: torch.Tensor, window: torch.Tensor, there: torch.Tensor, entries: torch.Tensor,
+              seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mass on the window [n,H,W] and on all visible entries [n,H,S], together 1.
 
     q [n,H,d]; window [n,W,d], of which `there` [n,W] exist; entries [S,d], of which `seen` [n,S]
-    may be seen and `kept` [n,S] are read.
+    may be seen.
     """
     scale = q.shape[-1] ** -0.5
     near = torch.einsum("nhd,nwd->nhw", q, window) * scale                  # [n,H,W]
@@ -159,6 +173,15 @@ def kept_mass(q: torch.Tensor, window: torch.Tensor, there: torch.Tensor, entrie
     far = far.masked_fill(~seen[:, None], float("-inf"))
     mass = torch.softmax(torch.cat([near, far], -1), -1)                    # [n,H,W+S]
     W = window.shape[1]
-    lost = (mass[..., W:] * ~kept[:, None]).sum(-1)                         # [n,H]
-    alone = (torch.softmax(far, -1) * kept[:, None]).sum(-1)
-    return torch.stack([1 - lost, alone], -1).mean(1)
+    return mass[..., :W], mass[..., W:]
+
+
+def kept_mass(near: torch.Tensor, far: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """[n,2]: the share of attention on window and kept entries, of that on all keys; and the
+    share on kept entries, of that on entries. Means over heads.
+
+    near [n,H,W] and far [n,H,S] as `attention` gives them; kept [n,S], the entries that are read.
+    """
+    held_far = (far * kept[:, None]).sum(-1)                                # [n,H]
+    alone = held_far / far.sum(-1).clamp_min(torch.finfo(far.dtype).tiny)
+    return torch.stack([near.sum(-1) + held_far, alone], -1).mean(1)

@@ -112,15 +112,17 @@ def mass_tables(f: Figures) -> list[Table]:
     def row(m: Mass) -> tuple[str, ...]:
         reads = "" if m.source == m.layer else f" of layer {m.source}"
         return (f"layer {m.layer}, {m.kind}{reads}", m.text, f"{m.queries:,}", f"{m.kept:.3f}",
-                f"{m.kept_random:.3f}", f"{m.kept_entries:.3f}", f"{m.kept_entries_random:.3f}")
+                f"{m.kept_best:.3f}", f"{m.kept_random:.3f}", f"{m.kept_entries:.3f}",
+                f"{m.kept_entries_random:.3f}")
 
     return [Table("Attention mass on what is read",
-                  ("selection", "text", "queries", "(a) kept", "at random", "(b) kept",
+                  ("selection", "text", "queries", "(a) kept", "at best", "at random", "(b) kept",
                    "at random"), tuple(map(row, f.attention_mass)),
                   "(a) of the mass on all keys: the window, which is always read, and all visible "
                   "entries; without the sink, which has no value; the target is for this. "
-                  "(b) of the mass on visible entries alone. At random: a selection of the same "
-                  "size. Only queries that see more entries than they may select.",
+                  "(b) of the mass on visible entries alone. At best, at random: "
+                  "the selections of the same size that keep the most of (a), and random ones. "
+                  "Only queries that see more entries than they may select.",
                   words=(0, 1))]
 
 

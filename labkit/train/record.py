@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from labkit.config import ModelConfig
+from labkit.pages import plain_marks
 from labkit.text.synthetic import KINDS
 from labkit.train.draft_record import DraftRecord, draft_section
 from labkit.train.figure_tables import tables
@@ -145,6 +146,4 @@ def _curve(log: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _quoted(text: str) -> str:
     """One line, with what Markdown would read as marks made plain."""
-    for mark in "\\`*_<>[]#|":
-        text = text.replace(mark, "\\" + mark)
-    return " / ".join(text.split("\n"))
+    return " / ".join(plain_marks(text).split("\n"))

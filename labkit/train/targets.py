@@ -107,8 +107,8 @@ def _of_attention(f: Figures) -> list[Target]:
         found.append(Target(
             f"attention mass kept, {name}", None if worst is None else worst.kept, ">=", 0.9,
             "no query sees more than it may select" if worst is None else
-            f"of the mass on all keys, worst layer {worst.layer}; a random selection keeps "
-            f"{worst.kept_random:.3f}"))
+            f"of the mass on all keys, worst layer {worst.layer}; the best selection of this size "
+            f"keeps {worst.kept_best:.3f}, a random one {worst.kept_random:.3f}"))
     return found
 
 
