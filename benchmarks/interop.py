@@ -26,6 +26,7 @@ import labkit
 from labkit.config import ModelConfig
 from labkit.errors import LabError
 from labkit.lab import model_folder
+from labkit.pages import between_markers
 from labkit.text.prompts import prompts
 from labkit.text.tokenizer import Tokenizer
 
@@ -67,8 +68,8 @@ def main() -> None:
         options.prompts, options.steps = min(4, options.prompts), min(8, options.steps)
     if options.write is not None:  # told now, not after half an hour
         try:
-            compare.between_markers(options.write.read_text(encoding="utf-8"), "")
-        except (OSError, ValueError) as error:
+            between_markers(options.write.read_text(encoding="utf-8"), "")
+        except (OSError, LabError) as error:
             parser.error(f"--write {options.write}: {error}")
     torch.set_num_threads(options.threads)
     try:
@@ -79,7 +80,7 @@ def main() -> None:
     print(compared)
     if options.write is not None:
         page = options.write.read_text(encoding="utf-8")
-        options.write.write_text(compare.between_markers(page, compared), encoding="utf-8")
+        options.write.write_text(between_markers(page, compared), encoding="utf-8")
 
 
 def tell(text: str) -> None:
@@ -141,6 +142,9 @@ DEPENDS = ("lab.py", "config*.py", *(f"{floor}/*.py" for floor in (
 """The code that labkit's kept answers depend on; training and pictures are no part of it."""
 
 
+NUDGES = (1, 2, 3)
+
+
 @dataclass
 class Ours:
     """labkit's answers, computed once for every mode and kept in files."""
@@ -167,21 +171,26 @@ class Ours:
                 self.made[name] = dict(stored)
         return self.made[name]
 
-    def logits(self, mode: env.Mode, dtype: torch.dtype | None = None) -> list[np.ndarray]:
-        """Of every text; `dtype` in place of the mode's arithmetic."""
+    def logits(self, mode: env.Mode, dtype: torch.dtype | None = None,
+               nudge: int | None = None) -> list[np.ndarray]:
+        """Of every text; `dtype` and `nudge` as in `lab_side.load`."""
         texts = self.questions.texts
-        job = mode.job(0) | {"texts": texts, "dtype": str(dtype)}
+        job = mode.job(0) | {"texts": texts, "dtype": str(dtype), "nudge": nudge}
 
         def make() -> dict[str, Any]:
-            lab = lab_side.load(self.folder, mode.job(0), dtype)
+            lab = lab_side.load(self.folder, mode.job(0), dtype, nudge)
             return {str(n): lab_side.logits(lab, ids) for n, ids in enumerate(texts)}
-        told = mode.name + (f", {str(dtype).removeprefix('torch.')}" if dtype else "")
+        told = mode.name + (f", {str(dtype).removeprefix('torch.')}" if dtype else "") + (
+            f", embeddings nudged ({nudge})" if nudge is not None else "")
         kept = self._kept(f"logits, {told}", job, make)
         return [kept[str(n)] for n in range(len(texts))]
 
-    def floor(self, mode: env.Mode) -> list[np.ndarray]:
-        """The same in finer arithmetic: what rounding alone makes of tiny differences."""
-        return self.logits(mode, torch.float64 if mode.arithmetic == "fp32" else torch.float32)
+    def floor(self, mode: env.Mode) -> list[list[np.ndarray]]:
+        """The same of every text in finer arithmetic, and with nudged embeddings: samples of what
+        rounding alone makes of last digits."""
+        finer = torch.float64 if mode.arithmetic == "fp32" else torch.float32
+        samples = [self.logits(mode, finer), *(self.logits(mode, nudge=n) for n in NUDGES)]
+        return [list(text) for text in zip(*samples, strict=True)]
 
     def greedy(self, mode: env.Mode) -> tuple[list[list[int]], list[np.ndarray]]:
         asked, steps = self.questions.prompts, self.questions.steps
@@ -249,7 +258,8 @@ def compare_mode(theirs: Theirs, mode: env.Mode, ours: Ours) -> Outcome:
         outcome.texts.append(Text(
             len(ids), rows[number],
             compare.distance(shown(found[f"logits.{number}"]), us, outcome.tolerance),
-            compare.distance(shown(floor[number][rows[number]]), us, outcome.tolerance)))
+            compare.farthest([compare.distance(shown(sample[rows[number]]), us, outcome.tolerance)
+                              for sample in floor[number]])))
     for number, prompt in enumerate(written):
         step = compare.parting(found[f"tokens.{number}"].tolist(), tokens[number])
         writing = Writing(number, len(prompt), step)

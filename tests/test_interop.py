@@ -16,6 +16,7 @@ from labkit import paths
 from labkit.config import ModelConfig
 from labkit.lab import model_folder
 from labkit.numerics import fake_quantize
+from labkit.pages import BEGIN, END, between_markers
 
 
 def _script():
@@ -56,6 +57,22 @@ def test_what_is_no_number_never_agrees():
 
 def _distance(worst, beyond, median=1e-6):
     return compare.Distance(10, worst, median, beyond, 0 if beyond else None, 1.0)
+
+
+def test_the_farthest_of_several_takes_the_largest_of_both():
+    found = compare.farthest([_distance(1e-3, 0, 5e-4), _distance(2e-2, 4, 1e-4)])
+    assert (found.worst, found.median, found.beyond) == (2e-2, 5e-4, 4)
+
+
+def test_a_nudge_moves_embeddings_by_one_unit(tmp_path):
+    folder = model_folder("mini")
+    plain = lab_side.load(folder, CACHE.job(1)).model.embed.weight
+    nudged = lab_side.load(folder, CACHE.job(1), nudge=1).model.embed.weight
+    apart = ((nudged - plain).abs() / plain.abs().clamp_min(1e-30))
+    assert apart.max() <= torch.finfo(torch.float32).eps
+    assert 0.5 < (nudged != plain).double().mean() < 0.8
+    other = lab_side.load(folder, CACHE.job(1), nudge=2).model.embed.weight
+    assert not torch.equal(other, nudged)
 
 
 def test_verdicts():
@@ -340,10 +357,10 @@ def test_the_report_names_boundaries_and_partings():
 
 
 def test_only_what_stands_between_the_markers_is_replaced():
-    page = f"before {compare.BEGIN} old {compare.END} after"
-    new = compare.between_markers(page, "\nnew\n")
-    assert new == f"before {compare.BEGIN}\n\nnew\n\n{compare.END} after"
-    assert compare.between_markers(new, "new") == new
+    page = f"before {BEGIN} old {END} after"
+    new = between_markers(page, "\nnew\n")
+    assert new == f"before {BEGIN}\n\nnew\n\n{END} after"
+    assert between_markers(new, "new") == new
     with pytest.raises(ValueError, match="lacks"):
-        compare.between_markers("no markers", "x")
+        between_markers("no markers", "x")
     assert compare.table(("a", "b"), [("x|y", "1")]).splitlines()[2] == "| x\\|y | 1   |"

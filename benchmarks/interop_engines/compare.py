@@ -6,7 +6,7 @@ Numpy and the standard library only; nothing here knows an engine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -57,13 +57,19 @@ def distance(theirs: np.ndarray, ours: np.ndarray, tolerance: float) -> Distance
                     float((theirs.argmax(-1) == ours.argmax(-1)).mean()))
 
 
+def farthest(found: Sequence[Distance]) -> Distance:
+    """Of distances of one text, the largest and the largest median, with the rows of the former."""
+    far = max(found, key=lambda d: d.worst)
+    return replace(far, median=max(d.median for d in found))
+
+
 def verdict(found: Sequence[Distance], forced: Sequence[Distance] = (),
             floor: Sequence[Distance] = ()) -> str:
     """What the distances of one mode say together.
 
     forced  distances left, for every text that was beyond the tolerance, when labkit is handed
             the engine's own rounded vectors and choices: they must keep the unrounded tolerance
-    floor   labkit's distances from itself in another arithmetic, text by text
+    floor   labkit's distances from itself when last digits differ, text by text
     """
     late = [d for d in found if d.beyond]
     if not late:
@@ -171,15 +177,3 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
              for row in cells]
     rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
-
-
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-
-
-def between_markers(page: str, measured: str) -> str:
-    """The page with what stands between its two markers replaced; ValueError without them."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page lacks the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{measured.strip()}\n\n{END}{after}"

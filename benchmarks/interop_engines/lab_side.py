@@ -26,8 +26,13 @@ WO_A = re.compile(r"layers\.\d+\.attn\.wo_a$")
 TRACED = ("window", "compressed_kv", "index_keys", "index_queries", "candidates", "topk_indices")
 
 
-def load(folder: Path, mode: dict[str, Any], dtype: torch.dtype | None = None) -> Lab:
-    """The checkpoint in a mode; `dtype` in place of the mode's arithmetic."""
+def load(folder: Path, mode: dict[str, Any], dtype: torch.dtype | None = None,
+         nudge: int | None = None) -> Lab:
+    """The checkpoint in a mode; `dtype` in place of the mode's arithmetic.
+
+    nudge: a seed; embeddings are moved by one unit in the last place of the arithmetic, up, down
+    or not at all.
+    """
     if dtype is None:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[mode["arithmetic"]]
     lab = labkit.load(folder, dtype=dtype, kernels="reference", cache_rounding=mode["cache"])
@@ -36,6 +41,11 @@ def load(folder: Path, mode: dict[str, Any], dtype: torch.dtype | None = None) -
         for name, module in lab.model.named_modules():
             if any(pattern.match(name) for pattern in wanted):
                 module.register_forward_pre_hook(_round_input)
+    if nudge is not None:
+        weight = lab.model.embed.weight
+        way = torch.randint(-1, 2, weight.shape, generator=torch.Generator().manual_seed(nudge))
+        with torch.no_grad():
+            weight.copy_(torch.nextafter(weight, weight + way))
     return lab
 
 

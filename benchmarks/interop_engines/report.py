@@ -94,8 +94,9 @@ def report(model: str, source: Path, config: ModelConfig, outcomes: Sequence[Out
 DISTANCES = (
     "Largest and median difference of a row's logits, as a share of the span. \"Beyond\": rows "
     "over the tolerance. \"Itself\": labkit from labkit in finer arithmetic (float64, or float32 "
-    "for bf16), largest and median. \"Forced\": the largest difference left when labkit is "
-    "handed the engine's rounded vectors and choices.")
+    "for bf16) and with embeddings moved by one unit in the last place (three times), largest "
+    "and median of all these. \"Forced\": the largest difference left when labkit is handed the "
+    "engine's rounded vectors and choices.")
 DISTANCE_HEAD = ("engine", "rounding mode", "tokens", "rows", "largest", "median", "tolerance",
                  "beyond", "same best", "itself", "first boundary before the first row beyond",
                  "forced")
