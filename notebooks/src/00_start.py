@@ -10,9 +10,10 @@
 # and what does it leave out?
 #
 # You will run a small model that has every mechanism of the large one's text backbone
-# (not vision, not the draft). It was trained on six novels by Jane Austen and lies in
-# this repository: nothing is downloaded. Run the cells in order with Shift+Enter. Where
-# a cell begins with `guess`, put in your own prediction *before* you run the next one.
+# and its draft (not vision). It was trained on six novels by Jane Austen and on text
+# written by code, and lies in this repository: nothing is downloaded. Run the cells in
+# order with Shift+Enter. Where a cell begins with `guess`, put in your own prediction
+# *before* you run the next one.
 
 # %% id="load"
 import inspect
@@ -333,8 +334,7 @@ print(f"{totals.tensors:,} tensors, {totals.bytes:,} bytes, "
 
 # %% [markdown] id="memory"
 # **Predict.** How many bytes does it keep per token of a long text, all layers
-# together, window aside, when entries and keys are stored packed in FP4? (This package
-# rounds them to FP4 bit for bit, but stores them in the model's dtype.)
+# together, window aside, when entries and keys are stored packed in FP4, as here?
 
 # %% id="guess-memory"
 guess = 100_000
@@ -353,7 +353,8 @@ print(f"your guess {guess:,}, the model {per_token:.0f}: {entry + key} bytes an 
 #
 # - That attention weights explain an answer. They say what was read, not what was used.
 # - Anything about the large model's text: only its sizes are computed here.
-# - That the small model is good. It has read six novels and knows nothing else.
+# - That the small model is good. It has read six novels and some text written by code,
+#   and knows nothing else.
 # - Speed and memory at scale, images, and the draft that speeds up generation.
 #
 # ## Sources
