@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from labkit import __version__
+from labkit.cli_course import progress
 from labkit.cli_training import ablate, export, train, train_draft, train_plain
 from labkit.errors import LabError
 
@@ -278,6 +279,7 @@ app.command("train-draft")(train_draft)
 app.command()(export)
 app.command("train-plain")(train_plain)
 app.command()(ablate)
+app.command()(progress)
 
 
 @app.command()

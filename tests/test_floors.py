@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the ground up. Names of one line share a floor and may import each other.
 FLOORS = [
-    ["errors", "paths"],
+    ["errors", "pages", "paths"],
     ["config", "config_rules", "primes"],
     ["numerics"],
     ["text"],
@@ -31,7 +31,7 @@ FLOORS = [
     ["viz"],
     ["explorers"],
     ["exercises", "mutants"],
-    ["cli", "cli_training", "doctor", "tables", "__main__"],
+    ["cli", "cli_course", "cli_training", "doctor", "tables", "__main__"],
 ]
 FLOOR_OF = {name: level for level, names in enumerate(FLOORS) for name in names}
 

@@ -14,9 +14,17 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NBVAL = ["--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=60", "-p", "no:cacheprovider"]
 
-spec = importlib.util.spec_from_file_location("build_notebooks", ROOT / "tools/build_notebooks.py")
-build = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(build)
+SOLUTIONS = sorted((ROOT / "notebooks" / "solutions").glob("*.ipynb"))
+
+
+def tool(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build, run_solutions = tool("build_notebooks"), tool("run_solutions")
 
 
 def read(path):
@@ -78,14 +86,45 @@ def test_drift_is_noticed(tmp_path):
     (tmp_path / "notebooks" / "src").mkdir(parents=True)
     (tmp_path / "notebooks" / "src" / "01_a.py").write_text(SOURCE, encoding="utf-8")
     target = tmp_path / "notebooks" / "01_a.ipynb"
-    assert build.drifted(tmp_path) == [target]  # not built yet
-    target.write_text(build.notebook(SOURCE), encoding="utf-8")
+    solved = tmp_path / "notebooks" / "solutions" / "01_a.ipynb"
+    solved.parent.mkdir()
+    assert build.drifted(tmp_path) == [target, solved]  # not built yet
+    for path in (target, solved):
+        path.write_text(build.notebook(SOURCE), encoding="utf-8")
     assert build.drifted(tmp_path) == []
     target.write_text(build.notebook(SOURCE.replace("6 * 7", "6 * 8")), encoding="utf-8")
     assert build.drifted(tmp_path) == [target]
-    stray = tmp_path / "notebooks" / "02_b.ipynb"
-    stray.write_text("{}", encoding="utf-8")
-    assert stray in build.drifted(tmp_path)
+    target.write_text(build.notebook(SOURCE), encoding="utf-8")
+    # A solution keeps its outputs, a learner's notebook has none.
+    ran = json.loads(build.notebook(SOURCE))
+    ran["cells"][1] |= {"execution_count": 1, "outputs": [
+        {"output_type": "stream", "name": "stdout", "text": ["42\n"]}]}
+    for path in (target, solved):
+        path.write_text(json.dumps(ran), encoding="utf-8")
+    assert build.drifted(tmp_path) == [target]
+    target.write_text(build.notebook(SOURCE), encoding="utf-8")
+    for stray in (target.with_name("02_b.ipynb"), solved.with_name("02_b.ipynb")):
+        stray.write_text("{}", encoding="utf-8")
+        assert stray in build.drifted(tmp_path)
+
+
+def test_an_exercise_stands_as_stub_and_as_solution():
+    source = SOURCE + '\n# %% exercise="engram_rows"\n\n# %% id="after"\nx + 1\n'
+    learner, solved = (nbformat.reads(build.notebook(source, solved=s), as_version=4)
+                       for s in (False, True))
+    for made in (learner, solved):
+        nbformat.validate(made)
+    assert [c.id for c in learner.cells] == [c.id for c in solved.cells] == [
+        "question", "answer", "ex-2-1", "ex-2-1-code", "ex-2-1-check", "ex-2-1-help", "after"]
+    assert "raise NotImplementedError" in learner.cells[3].source
+    assert "raise NotImplementedError" not in solved.cells[3].source
+    assert learner.cells[4].source == solved.cells[4].source == 'check("engram_rows", rows_of)'
+    assert learner.cells[5].source.count("<summary>") == 5
+    for wrong, told in (('# %% exercise="nothing"\n', "no exercise 'nothing'"),
+                        ('# %% exercise="engram_rows"\n' * 2, "stands here twice"),
+                        ('# %% exercise="engram_rows"\nx = 1\n', "text behind an exercise")):
+        with pytest.raises(ValueError, match=told):
+            build.notebook(wrong)
 
 
 # ---------------------------------------------------------------------------------- limits
@@ -105,6 +144,28 @@ def test_form_and_size(path):
             assert cell["outputs"] == [] and cell["execution_count"] is None
 
 
+@pytest.mark.parametrize("path", SOLUTIONS, ids=lambda path: path.stem)
+def test_solutions_were_run(path):
+    assert run_solutions.has_run(path), "run tools/run_solutions.py"
+    assert path.stat().st_size <= run_solutions.LARGEST
+    assert "application/vnd.jupyter.widget-view+json" not in path.read_text(encoding="utf-8")
+
+
+def test_the_tool_knows_what_has_not_been_run(tmp_path):
+    path = tmp_path / "01_a.ipynb"
+    path.write_text(build.notebook(SOURCE), encoding="utf-8")
+    assert not run_solutions.has_run(path)
+    run_solutions.run(path)
+    assert run_solutions.has_run(path)
+    assert build.without_outputs(path.read_text(encoding="utf-8")) == build.notebook(SOURCE)
+    path.write_text(build.notebook(SOURCE.replace("print(x)", "1 / 0")), encoding="utf-8")
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        run_solutions.run(path)
+    assert not run_solutions.has_run(path)               # left as it was
+    with pytest.raises(ValueError, match="no solution begins with 99"):
+        run_solutions.solutions(["99"])
+
+
 @each
 def test_cells_are_short(path):
     code = [cell.source.splitlines() for cell in code_of(path)]
@@ -119,7 +180,10 @@ def test_facts_are_asserted(path):
     """nbval-lax notices errors only: what must hold is an assert in a cell."""
     code = [cell.source for cell in code_of(path)]
     assert sum("assert " in source for source in code) >= 8
-    assert not any("raises-exception" in cell.metadata.get("tags", []) for cell in code_of(path))
+    # An error may come from the check of an exercise that is not done, and from nothing else.
+    for cell in code_of(path):
+        raises = "raises-exception" in cell.metadata.get("tags", [])
+        assert raises == bool(re.fullmatch(r'check\("\w+", \w+\)', cell.source)), cell.source
 
 
 @each
@@ -151,7 +215,8 @@ def test_it_says_what_it_does_not_show_and_where_it_is_from(path):
 def test_source_shown_is_not_a_copy(path):
     """Code of the package is shown with inspect, so no cell defines what labkit defines."""
     for cell in code_of(path):
-        assert not re.search(r"^(def|class) ", cell.source, re.MULTILINE)
+        if "exercise" not in cell.metadata.get("tags", []):
+            assert not re.search(r"^(def|class) ", cell.source, re.MULTILINE)
     assert any("inspect.getsource" in cell.source for cell in code_of(path))
 
 

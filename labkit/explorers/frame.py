@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
@@ -50,6 +51,7 @@ class Explorer(ABC):
         self.table.value = table_html(columns, rows)
 
     def _ipython_display_(self) -> None:
+        """The widgets; with LABKIT_STATIC set, as in saved solutions, the picture."""
         from IPython.display import display
 
-        display(self.view)
+        display(self.static() if os.environ.get("LABKIT_STATIC") else self.view)

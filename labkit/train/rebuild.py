@@ -28,7 +28,8 @@ def rebuild(say: Callable[[str], None] = print) -> None:
     and pictures."""
     mini = data_dir() / "mini"
     root = data_dir().parent
-    tools = [root / "tools" / name for name in ("build_notebooks.py", "take_pictures.py")]
+    tools = [root / "tools" / name for name in (
+        "build_notebooks.py", "run_solutions.py", "take_pictures.py")]
     readme = root / "README.md"
     for path in (mini / "log.jsonl", mini / "run.json", readme, *tools):
         if not path.is_file():  # told before minutes of measuring, not after
