@@ -96,7 +96,7 @@ def test_the_form(exercise):
     assert len(exercise.help) == 3 and all(len(text) > 60 for text in exercise.help)
     assert "cannot see" in " ".join(exercise.after.split())
     code = cells.solution(task).splitlines()
-    assert len(code) <= 20 and max(map(len, code)) <= 100
+    assert len(code) <= 20 and max(map(len, code)) <= 88
     last = cells.stub(task).splitlines()[-1]
     assert last.startswith("    raise NotImplementedError(")
     asked, stub, checked, helped = cells.cells(exercise.id, solved=False)
@@ -104,6 +104,22 @@ def test_the_form(exercise):
     assert "".join(helped["source"]).count("<details>") == 5
     assert "solution" not in "".join(stub["source"])
     assert "tags" not in cells.cells(exercise.id, solved=True)[2]["metadata"]
+
+
+def test_paragraphs_are_set_anew_and_code_is_not():
+    long = "word " * 40
+    text = f"""first line of
+    {long}
+
+    ```python
+    {long.strip()}
+        indented
+    ```
+    behind it"""
+    lines = cells._text(text).split("\n")
+    assert lines[0].startswith("first line of word") and max(map(len, lines[:3])) <= cells.WIDTH
+    assert lines[lines.index("```python") + 1] == long.strip()
+    assert "    indented" in lines and lines[-1] == "behind it"
 
 
 def test_what_is_missing_is_told(tmp_path):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 TASKS = Path(__file__).resolve().parents[1] / "labkit" / "exercises" / "tasks"
+WIDTH = 88
 STEPS = ("Help 1: orientation", "Help 2: the key step", "Help 3: almost the code")
 
 
@@ -88,7 +89,29 @@ def cells(id: str, solved: bool, folder: Path = TASKS) -> list[dict[str, Any]]:
 
 
 def _text(text: str) -> str:
-    return textwrap.dedent(text).strip("\n")
+    """Markdown of a task, its paragraphs set anew to the width of a cell; code as it is."""
+    lines: list[str] = []
+    paragraph: list[str] = []
+
+    def finish() -> None:
+        if paragraph:
+            lines.extend(textwrap.wrap(" ".join(paragraph), WIDTH, break_long_words=False,
+                                       break_on_hyphens=False))
+            paragraph.clear()
+
+    # The first line of a text in a tuple stands behind its quotes, so it has no indent.
+    first, _, rest = text.strip("\n").partition("\n")
+    fenced = False
+    for line in [first.strip(), *textwrap.dedent(rest).split("\n")] if rest else [first.strip()]:
+        fence = line.lstrip().startswith("```")
+        if fence or fenced or not line or line.startswith(("    ", "- ", "|")):
+            finish()
+            lines.append(line)
+            fenced = fenced != fence
+        else:
+            paragraph.append(line.strip())
+    finish()
+    return "\n".join(lines).strip("\n")
 
 
 def _folded(title: str, body: str) -> str:
