@@ -34,7 +34,7 @@ from labkit.train.command import DRAFT_FILES, export_run
 from labkit.train.controls import changed
 from labkit.train.draft_command import train_draft
 from labkit.train.draft_figures import measure_draft, try_drafts
-from labkit.train.draft_record import draft_section, read_draft_record
+from labkit.train.draft_record import draft_minutes, draft_section, read_draft_record
 from labkit.train.drafter import (
     DraftOptions,
     DraftTrainer,
@@ -421,6 +421,20 @@ def test_train_export_load(folder, tmp_path, capsys, monkeypatch):
     (folder / "elsewhere").rename(folder / "draft_log.jsonl")
     assert lab.generate("It is", 6, temperature=0, speculative=True).ids == lab.generate(
         "It is", 6, temperature=0).ids
+    # A run that goes on from it tells of both, and so does one that goes on from that.
+    for number in (1, 2):
+        again = tmp_path / f"again{number}"
+        train_draft(again, str(folder), False, folder, **options | {"seed": number})
+        train_draft(again, str(folder), False, folder, **options | {"seed": number})   # goes on
+        export_run(again, folder, "nano", "released")
+    record = read_draft_record(folder)
+    assert record is not None
+    assert [one["options"]["seed"] for one in [*record.facts["before"], record.facts]] == [0, 1, 2]
+    section = "\n".join(draft_section(lab.config, record))
+    assert "Run 2: 2 updates of 2 rows of 48 tokens with 8 blocks" in section
+    assert draft_minutes(record.facts) == pytest.approx(sum(
+        one["seconds"] for one in [*record.facts["before"], record.facts]) / 60)
+    run, lab = again, labkit.load(folder)
     # A draft of another model is refused, and nothing of it is written.
     log = (folder / "draft_log.jsonl").read_bytes()
     _, facts = read_weights(run)

@@ -35,11 +35,15 @@ def train_draft(run: Path, source: str, fresh: bool, start: Path | None = None,
                          f"{config.dspark_block_size} slots")
     if fresh:
         forget(run)
-        (run / OWN_TEXT).unlink(missing_ok=True)
+        for name in (OWN_TEXT, BEFORE):
+            (run / name).unlink(missing_ok=True)
     first = None if start is None else load(start, device="cpu").model
     if first is not None and first.config.replace(quantized=config.quantized) != config:
         raise InputError(f"{start} has another configuration than {source}: its draft does not fit")
     trainer = DraftTrainer(lab, run, DraftOptions(**options), first)
+    if start is not None and not (run / BEFORE).exists():
+        run.mkdir(parents=True, exist_ok=True)
+        (run / BEFORE).write_text(json.dumps(runs_of(start), indent=1) + "\n", encoding="utf-8")
     count = sum(p.numel() for p in trainer.trained.parameters())
     print(f"draft of {source}: {count:,} parameters in {config.num_nextn_predict_layers} stages, "
           f"from step {trainer.step} to {trainer.options.steps}, in {run}", flush=True)
@@ -49,6 +53,18 @@ def train_draft(run: Path, source: str, fresh: bool, start: Path | None = None,
                  "heldout_acceptance_all": [round(a, 4) for a in found]})
     print("held-out text, acceptance by slot (1 - total variation, rounded as shipped): "
           + " ".join(f"{a:.3f}" for a in found))
+
+
+BEFORE = "before.json"   # in a run's folder: the runs that its first weights come from
+
+
+def runs_of(folder: Path) -> list[dict[str, Any]]:
+    """Facts of all runs behind the draft of a checkpoint, the first one first; [] if unknown."""
+    path = folder / "draft_run.json"
+    if not path.is_file():
+        return []
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    return [*facts.pop("before", []), facts]
 
 
 def export_draft(run: Path, out: Path, state: dict[str, torch.Tensor],
@@ -63,6 +79,8 @@ def export_draft(run: Path, out: Path, state: dict[str, torch.Tensor],
     (out / CALIBRATION).unlink(missing_ok=True)  # of another draft: loading would refuse it
     written = write_draft(out, state)
     shutil.copyfile(run / "log.jsonl", out / "draft_log.jsonl")
+    if (run / BEFORE).is_file():
+        facts = facts | {"before": json.loads((run / BEFORE).read_text(encoding="utf-8"))}
     (out / "draft_run.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return [written, out / "draft_log.jsonl", out / "draft_run.json", *measure_there(out)]
 

@@ -17,7 +17,7 @@ from labkit.train.draft_figures import DraftFigures
 class DraftRecord:
     """What lies beside a checkpoint because of its draft."""
 
-    facts: dict[str, Any]           # draft_run.json: step, seconds, options
+    facts: dict[str, Any]           # draft_run.json: step, seconds, options; before: earlier runs
     log: list[dict[str, Any]]       # draft_log.jsonl
     figures: DraftFigures           # draft_figures.json
 
@@ -61,8 +61,7 @@ def draft_section(config: ModelConfig, record: DraftRecord) -> list[str]:
         f"- Length: {facts['step']:,} updates, {blocks:,} blocks, each with the text's own tokens "
         f"before its slots; {facts['cpu_seconds'] / 60:.0f} minutes of one processor "
         f"core, {facts['threads']} thread" + ("s." if facts["threads"] > 1 else "."),
-        *(["- It started from the weights of an earlier draft, trained for an earlier state of the "
-           "model (docs/training.md)."] if o.get("start") else []),
+        *_before(facts),
         *([f"- Half of the novels' rows were written by the model itself: {o['own_rows']} rows of "
            f"{o['length']} tokens at temperature 1."] if o.get("own_rows") else []),
         "- Loss: 0.1 cross-entropy + 0.9 total variation from the target + 1.0 confidence "
@@ -98,6 +97,29 @@ def draft_section(config: ModelConfig, record: DraftRecord) -> list[str]:
         *_curve(record.log),
         "",
     ]
+
+
+def _before(facts: dict[str, Any]) -> list[str]:
+    """What is known of the runs that the weights went through first."""
+    if not facts["options"].get("start"):
+        return []
+    lines = ["- It started from the weights of an earlier draft."]
+    for number, run in enumerate(facts.get("before", []), 1):
+        o = run["options"]
+        lines.append(
+            f"  - Run {number}: {run['step']:,} updates of {o['batch']} rows of {o['length']} "
+            f"tokens with {o['anchors']} blocks each, rates {o['lr']:g} and {o['muon_lr']:g} that "
+            f"fall over the last {o['cooldown']:.0%} of {o['steps']:,}, "
+            + (f"{o['own_rows']} rows written by the model, " if o.get("own_rows") else "")
+            + f"{run['seconds'] / 60:.0f} minutes"
+            + ("; for an earlier state of the model." if o["target"] != facts["options"]["target"]
+               else "."))
+    return lines
+
+
+def draft_minutes(facts: dict[str, Any]) -> float:
+    """Minutes of all runs behind a draft."""
+    return float(sum(run["seconds"] for run in [*facts.get("before", []), facts])) / 60
 
 
 def _of_code(f: DraftFigures) -> list[str]:

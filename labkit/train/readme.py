@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from labkit.pages import plain_marks
-from labkit.train.draft_record import DraftRecord
+from labkit.train.draft_record import DraftRecord, draft_minutes
 from labkit.train.figures import Figures
 from labkit.train.recall import AS_SHIPPED, RecallPoint
 from labkit.train.runs import Run, tokens_read
@@ -25,9 +25,7 @@ def readme_part(f: Figures, runs: Sequence[Run], draft: DraftRecord | None) -> s
         + (f", and a draft of {draft.figures.parameters:,} beside them" if draft else "")
         + f"; its context is {f.context:,} tokens. It was trained for {minutes:.0f} minutes on one "
         f"CPU core, on {million:.1f} million tokens of six novels and of text written by code"
-        + (f"; the draft for {draft.facts['seconds'] / 60:.0f} minutes more, from an earlier one"
-           if draft and draft.facts["options"].get("start") else
-           f"; the draft for {draft.facts['seconds'] / 60:.0f} minutes more" if draft else "")
+        + (f"; the draft for {draft_minutes(draft.facts):.0f} minutes more" if draft else "")
         + ". Measured on held-out text, the last 5 % of each novel:",
         _table(("held-out text", "bits per byte"), [
             ("as shipped (weights and cache rounded)", f"{f.bits_per_byte:.3f}"),
