@@ -46,7 +46,9 @@ def defined(code, exercise):
     """The function that a cell with this code defines, given what notebooks import."""
     import re as regular_expressions
     import unicodedata
-    names = {"torch": torch, "re": regular_expressions, "unicodedata": unicodedata}
+
+    import torch.nn.functional as F
+    names = {"torch": torch, "re": regular_expressions, "unicodedata": unicodedata, "F": F}
     exec(code, names)  # noqa: S102
     return names[exercise.function]
 

@@ -123,7 +123,8 @@ def _bars(trace: Any, place: _Place, name: str) -> Iterator[str]:
 
 def _lines(trace: Any, place: _Place) -> Iterator[str]:
     """Polylines, broken where a coordinate is None."""
-    dash = {"dash": "6 4", "dot": "2 3"}.get(trace.line.dash or "", "")
+    dash = {"dash": "6 4", "dot": "2 3", "dashdot": "7 3 2 3", "longdash": "10 4"}.get(
+        trace.line.dash or "", "")
     style = (f'fill="none" stroke="{trace.line.color or NEUTRAL}" '
              f'stroke-width="{_or(trace.line.width, 2)}"')
     if dash:
