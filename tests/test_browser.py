@@ -83,6 +83,56 @@ def test_the_first_notebook_lives(browser, tmp_path, theme):
         page.close()
 
 
+# Live figures of each notebook; the first one has a test of its own above.
+LIVE = {"01_ced": 2, "07_streams_experts": 3}
+ALL_NUMBERS = """() => JSON.stringify([...document.querySelectorAll('.js-plotly-plot')].map(
+    plot => plot.data.map(trace => [Array.from(trace.x || []), Array.from(trace.y || []),
+                                    Array.from(trace.base || [])])))"""
+
+
+def test_every_notebook_is_looked_at_in_a_browser():
+    names = {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert names == {"00_start", *LIVE}
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.parametrize("name", LIVE)
+def test_a_notebook_lives(browser, tmp_path, name):
+    """It runs to its end, its figures have data, and a slider changes one. Screenshots are kept."""
+    ARTIFACTS.mkdir(exist_ok=True)
+    with notebook.jupyter(tmp_path, "light", f"{name}.ipynb") as address:
+        page = browser.new_page(viewport={"width": 1440, "height": 1800})
+        problems = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(address, timeout=90_000)
+        notebook.run_all_cells(page)
+        told = notebook.errors(page)
+        assert all("not started" in text for text in told), told
+        assert len(told) == page.locator(".jp-CodeCell:has-text('NotImplementedError')").count() > 0
+        page.wait_for_function(
+            f"document.querySelectorAll('.js-plotly-plot').length >= {LIVE[name]}", timeout=60_000)
+        figures = page.evaluate(FIGURES)
+        assert len(figures) == LIVE[name]
+        for figure in figures:
+            assert max(figure["points"]) >= 2 and figure["drawn"] > 10
+        before = page.evaluate(ALL_NUMBERS)
+        handle = page.locator(".labkit:has(.js-plotly-plot) .noUi-handle").first
+        handle.scroll_into_view_if_needed()
+        handle.focus()
+        for key in ("ArrowLeft", "ArrowRight", "ArrowRight"):   # one end is where it may stand
+            page.keyboard.press(key)
+            page.wait_for_timeout(1_000)
+            if page.evaluate(ALL_NUMBERS) != before:
+                break
+        assert page.evaluate(ALL_NUMBERS) != before, "no figure followed its slider"
+        for number, part in enumerate(page.locator(".labkit:has(.js-plotly-plot)").all()):
+            part.scroll_into_view_if_needed()
+            part.screenshot(path=ARTIFACTS / f"{name}_{number}.png")
+        assert all("not started" in text for text in notebook.errors(page)) and problems == []
+        page.close()
+
+
 @pytest.mark.browser
 def test_a_failing_cell_is_seen(browser, tmp_path):
     source = '''# %% id="complaint"

@@ -29,10 +29,12 @@ ANSWERED = """() => document.querySelector('.jp-Dialog') !== null
     || document.querySelectorAll('.jp-CodeCell .jp-OutputArea-output').length > 0"""
 # A traceback has the type of standard error. The cells behind a failed one are never numbered,
 # so the run is over as well when there is one and nothing is waiting: "*" marks a waiting cell.
+# An exercise that is not started fails too, but the run goes on behind it.
 RAN = """() => {
     const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
         .map(prompt => prompt.textContent);
-    const told = document.querySelectorAll("[data-mime-type='application/vnd.jupyter.stderr']");
+    const told = [...document.querySelectorAll("[data-mime-type='application/vnd.jupyter.stderr']")]
+        .filter(output => !output.textContent.includes('not started'));
     return /\\[\\d+\\]/.test(prompts[prompts.length - 1])
         || told.length > 0 && !prompts.some(prompt => prompt.includes('*'));
 }"""
