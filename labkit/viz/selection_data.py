@@ -94,10 +94,9 @@ class Selections(Recording):
         scores = self.scores(role.index_source, at)[0, :seen]
         by_index = scores.argsort(descending=True, stable=True)
         by_index = by_index[scores[by_index] > MINUS_INF]                      # the pool's alone
-        taken = torch.zeros(seen, dtype=torch.bool)
-        taken[by_index[:topk]] = True
+        place = {entry: number for number, entry in enumerate(by_index.tolist(), 1)}
         return Ranked(layer, query, topk, role.ratio, float(near.sum(-1).mean()), order.tolist(),
-                      share[order].tolist(), taken[order].tolist(),
+                      share[order].tolist(), [place.get(entry) for entry in order.tolist()],
                       share[by_index].cumsum(0).tolist())
 
     @cached_property
@@ -123,7 +122,7 @@ class Ranked:
 
     window   share of all attention that stays in the window (mean over heads)
     entries  their numbers; share: of the attention on entries (mean over heads; adds up to 1)
-    taken    whether the index takes it when it may take `topk`
+    place    of each in the order of the index, 1 = first; None where the pool leaves it out
     by_index share of the first, of the first two, ... entries in the order of the index; shorter
              than `entries` where the pool leaves some out
     """
@@ -135,8 +134,13 @@ class Ranked:
     window: float
     entries: list[int]
     share: list[float]
-    taken: list[bool]
+    place: list[int | None]
     by_index: list[float]
+
+    @property
+    def taken(self) -> list[bool]:
+        """Whether the index takes it when it may take `topk`."""
+        return [place is not None and place <= self.topk for place in self.place]
 
     @property
     def best(self) -> list[float]:
