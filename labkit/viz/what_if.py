@@ -53,17 +53,17 @@ def window_site(lab: Lab, layer: int, x: torch.Tensor, offset: int = 0,
     return attn.output(y.to(x.dtype), turns)
 
 
-def with_encoder_ratio(lab: Lab, ratio: int) -> Lab:
-    """The same weights, with another ratio in the encoder's compressed layers: a new `Lab`.
+def with_numbers(lab: Lab, ratio: int | None = None, topk: int | None = None) -> Lab:
+    """The same weights with another ratio in the encoder's compressed layers, or another K in
+    all: a new `Lab`. Nothing is trained for it.
 
-    Nothing is trained for it: the gates weigh groups of another size than they have learnt.
-    InputError where the encoder has no gates (ratio 1), so that larger groups have no weights.
+    InputError where the weights have nothing for it: no gates at ratio 1, so no larger groups.
     """
     from labkit.lab import Lab
     from labkit.model.transformer import Transformer
     from labkit.viz.selection_cost import changed
 
-    config = changed(lab.config, ratio=ratio)
+    config = changed(lab.config, ratio, topk)
     model = Transformer(config, lab.model.engram_classes, cache_rounding=lab.model.cache_rounding,
                         device=lab.model.device)
     have = dict(lab.model.named_parameters())
