@@ -97,7 +97,8 @@ def _empty_traces(go: Any) -> list[Any]:
         line("random", "dot"), line("best", "dash"), line("index", None),
         go.Scatter(name="K", mode="lines", line={"color": NEUTRAL, "width": 1.5, "dash": "dash"},
                    hoverinfo="skip", showlegend=False),
-        go.Scatter(name="kept with K", mode="markers+text", textfont={"size": 13}, hoverinfo="skip", showlegend=False,
+        go.Scatter(name="kept with K", mode="markers+text", textfont={"size": 13},
+                   hoverinfo="skip", showlegend=False,
                    marker={"size": 10, "color": index.colour}),
     ]
 

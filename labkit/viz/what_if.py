@@ -6,7 +6,7 @@ For questions that a recorded run alone cannot answer. Nothing of the model is c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,7 +40,8 @@ def window_site(lab: Lab, layer: int, x: torch.Tensor, offset: int = 0,
 
     rounded: the window holds FP8, as in the model. InputError for a layer that reads entries.
     """
-    attn = lab.model.layers[layer].attn
+    layers: Any = lab.model.layers
+    attn = layers[layer].attn
     if attn.role.ratio:
         raise InputError(f"layer {layer} reads entries: choose a window-only layer")
     T, W = x.shape[1], lab.config.sliding_window

@@ -27,9 +27,9 @@ HELP = (
     """Work out the number of groups first: T // r. What is left over at the end of the text waits
     for tokens to come. Then give both tensors a shape in which the r tokens of a group have an
     axis of their own.""",
-    """`x[: G * r].unflatten(0, (G, r))` is [G,r,d]: groups, tokens of a group, channels. The softmax
-    runs over the tokens of a group, the axis that the sum then removes. Groups and channels do
-    not meet.""",
+    """`x[: G * r].unflatten(0, (G, r))` is [G,r,d]: groups, tokens of a group, channels. The
+    softmax runs over the tokens of a group, the axis that the sum then removes. Groups and
+    channels do not meet.""",
     """```python
     G = len(values) // r
     value = values[: G * r].unflatten(0, (G, r))       # [G,r,d]
@@ -38,10 +38,10 @@ HELP = (
     return pooled, torch.arange(G) * ...
     ```""",
 )
-AFTER = """These are the compressor's own numbers before its norm. A channel can take the first token
-and the channel beside it the second: an entry is no average of its tokens. The check cannot see
-what happens to a group that is cut by the end of a chunk: values *and* gates of its tokens have to
-wait in the cache until the rest arrives."""
+AFTER = """These are the compressor's own numbers before its norm. A channel can take the first
+token and the channel beside it the second: an entry is no average of its tokens. The check cannot
+see what happens to a group that is cut by the end of a chunk: values *and* gates of its tokens
+have to wait in the cache until the rest arrives."""
 
 
 def solution(values, gates, r):
@@ -66,8 +66,8 @@ def alternative(values, gates, r):
     return (torch.stack(pooled) if pooled else values[:0]), positions
 
 
-def _with(values, gates, r, *, weigh=lambda gate: torch.softmax(gate, dim=1), shift=0, partial=False,
-          strided=False):
+def _with(values, gates, r, *, weigh=lambda gate: torch.softmax(gate, dim=1), shift=0,
+          partial=False, strided=False):
     missing = -len(values) % r if partial else 0
     pad = torch.nn.functional.pad
     values, gates = (pad(x, (0, 0, 0, missing)) for x in (values, gates))
