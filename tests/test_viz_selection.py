@@ -128,7 +128,8 @@ def test_the_comparison_is_that_of_sets(lab, run):
                 assert isnan(kept) == (a.kind == "index")
                 if a.kind == "own":
                     _, shares = by_definition(lab, run, a.layer, query)
-                    assert float(kept) == pytest.approx(float(shares[list(sets[j])].sum()), abs=1e-4)
+                    expected = float(shares[list(sets[j])].sum())
+                    assert float(kept) == pytest.approx(expected, abs=1e-4)
     assert compared.jaccard[K - 1].isnan().all()             # all that is visible is selected
     assert not compared.jaccard[K, names.index("index 6")].isnan().all()
 
@@ -169,7 +170,8 @@ def test_the_figure_of_a_query_holds_its_ranking(run):
         for first, last in trace(picture, name).customdata:
             strip |= {rank: fate for rank in range(first, last + 1)}
     assert [strip[j + 1] for j in range(n)] == ranked.taken
-    assert f"{ranked.kept:.1%} with K = 3" in picture.caption and f"{ranked.kept:.1%}" in picture.alt
+    assert f"{ranked.kept:.1%} with K = 3" in picture.caption
+    assert f"{ranked.kept:.1%}" in picture.alt
 
 
 def test_the_figure_follows_layer_query_k_prompt_and_weights(lab, run):

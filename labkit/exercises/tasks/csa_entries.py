@@ -52,7 +52,7 @@ def solution(values, gates, r):
     G = len(values) // r
     value = values[: G * r].unflatten(0, (G, r))               # [G,r,d]
     gate = gates[: G * r].unflatten(0, (G, r))
-    pooled = (torch.softmax(gate, dim=1) * value).sum(dim=1)   # per channel, over the r tokens
+    pooled = (torch.softmax(gate, dim=1) * value).sum(dim=1)   # per channel
     return pooled, torch.arange(G) * r
 
 

@@ -56,10 +56,10 @@ def solution(scores, positions, r, size, keep):
     scores [T,S] of queries at `positions` int64 [T] for all entries, seen or not.
     """
     S = scores.shape[1]
-    seen = torch.arange(S) < ((positions + 1) // r)[:, None]                     # [T,S]
+    seen = torch.arange(S) < ((positions + 1) // r)[:, None]                # [T,S]
     masked = scores.masked_fill(~seen, float("-inf"))
     padded = torch.nn.functional.pad(masked, (0, -S % size), value=float("-inf"))
-    best = padded.unflatten(1, (-1, size)).amax(dim=-1)                          # [T,blocks]
+    best = padded.unflatten(1, (-1, size)).amax(dim=-1)                     # [T,blocks]
     newest = ((positions + 1) // r - 1) // size
     pinned = torch.arange(best.shape[1]) == newest[:, None]
     best = best.masked_fill(pinned, float("inf"))

@@ -51,11 +51,12 @@ text's scores has to be made in pieces."""
 def solution(q, keys, weights, positions, r, K):
     """Numbers of the selected entries, int64 [T,K], -1 = none.
 
-    q [T,Hi,di] index queries at `positions` int64 [T]; keys [S,di]; weights [T,Hi] of the heads.
+    q [T,Hi,di] index queries at `positions` int64 [T]; keys [S,di]; weights [T,Hi] of
+    the heads.
     """
     S = len(keys)
     dots = torch.einsum("thd,sd->ths", q, keys)                        # [T,Hi,S]
-    scores = (torch.relu(dots) * weights[:, :, None]).sum(dim=1)       # ReLU per head, then sum
+    scores = (torch.relu(dots) * weights[:, :, None]).sum(dim=1)       # ReLU, then sum
     hidden = torch.arange(S) >= ((positions + 1) // r)[:, None]        # [T,S]
     scores = scores.masked_fill(hidden, float("-inf"))
     best = torch.sort(scores, dim=-1, descending=True, stable=True)
