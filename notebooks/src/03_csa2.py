@@ -431,7 +431,7 @@ print(f"1 M tokens: {pool.scored:,} entries scored a token instead of {own.score
       f"{own.scored / pool.scored:.1f} times fewer")
 entry = [(c.index_n_heads * (c.index_head_dim + 1),
           2 * c.num_attention_heads * c.head_dim) for c in (lab.config, flash)]
-print("multiply-adds to score an entry and to read it: mini", entry[0], "flash", entry[1])
+print("multiply-adds to score and to read an entry: mini", entry[0], "flash", entry[1])
 limits = {r: r * flash.index_topk for r in (2, 1)}
 print(f"everything is selected up to {limits} tokens (by ratio); the pool leaves "
       f"nothing out up to {flash.candidate_topk_blocks * flash.candidate_block_size:,}")
