@@ -110,3 +110,17 @@ def contrast(first: str, second: str) -> float:
     """WCAG contrast ratio of two colours, 1 to 21."""
     dark, light = sorted(_apply(_TO_XYZ, linear_rgb(c))[1] for c in (first, second))
     return (light + 0.05) / (dark + 0.05)
+
+
+SELECTION = {  # how entries are chosen
+    "index": Mark("index", "#0072B2", "solid line, plain bar, circle"),
+    "best": Mark("best possible", "#009E73", "dashed line, diamond"),
+    "random": Mark("at random", "#CC79A7", "dotted line, triangle"),
+    "left": Mark("left out by the index", "#E69F00", "hatched bar", "/"),
+}
+DESIGNS = {  # who scores entries
+    "all": Mark("every layer reads all entries", "#E69F00", "dotted line"),
+    "own": Mark("every layer has its own index", "#D55E00", "dashed line"),
+    "shared": Mark("index sources only", "#56B4E9", "solid line"),
+    "pool": Mark("index sources and pool", "#009E73", "solid line, circles"),
+}

@@ -19,6 +19,7 @@ PATTERNS = {"/": "M-2,2 l4,-4 M0,8 l8,-8 M6,10 l4,-4", "x": "M0,0 l8,8 M0,8 l8,-
             "-": "M0,4 h8", "|": "M4,0 v8", ".": "M3,4 h2"}
 THEMED = ".labkit-t{fill:var(--jp-content-font-color1,#222)}"
 PRINTED = ".labkit-t{fill:#222}"
+DASHES = {"dash": "6 4", "dot": "2 3", "dashdot": "7 3 2 3", "longdash": "10 4"}
 GAP = 12  # pixels between legend entries
 
 
@@ -123,8 +124,7 @@ def _bars(trace: Any, place: _Place, name: str) -> Iterator[str]:
 
 def _lines(trace: Any, place: _Place) -> Iterator[str]:
     """Polylines, broken where a coordinate is None."""
-    dash = {"dash": "6 4", "dot": "2 3", "dashdot": "7 3 2 3", "longdash": "10 4"}.get(
-        trace.line.dash or "", "")
+    dash = DASHES.get(trace.line.dash or "", "")
     style = (f'fill="none" stroke="{trace.line.color or NEUTRAL}" '
              f'stroke-width="{_or(trace.line.width, 2)}"')
     if dash:
@@ -266,7 +266,8 @@ def _entry(trace: Any, name: str) -> str:
         shape = MARKERS[symbol.removesuffix("-open")](10)
         key = f'<g transform="translate(8,0)">{shape} fill="{colour}"/></g>'
     elif trace.type == "scatter":
-        key = f'<path d="M0,0h16" stroke="{colour}" stroke-width="3"/>'
+        dash = DASHES.get(trace.line.dash or "", "none")
+        key = f'<path d="M0,0h16" stroke="{colour}" stroke-width="3" stroke-dasharray="{dash}"/>'
     else:
         key = f'<rect x="0" y="-6" width="16" height="12" fill="{colour}"/>'
         if trace.marker.pattern.shape:
