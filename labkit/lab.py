@@ -28,6 +28,7 @@ from labkit.engine.speculator import Speculator
 from labkit.errors import CheckpointError, ConfigError, InputError
 from labkit.model.init import init_weights
 from labkit.model.transformer import Transformer
+from labkit.numerics.blocks import Rounding
 from labkit.text.engram_map import checked_classes
 from labkit.text.tokenizer import Tokenizer
 from labkit.trace import Taps
@@ -38,7 +39,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 def load(
     source: str | Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "auto",
-    kernels: str = "auto", cache_rounding: bool = True,
+    kernels: str = "auto", cache_rounding: Rounding = True,
 ) -> Lab:
     """A preset or a folder -> a `Lab`, its model in evaluation mode and without gradients.
 
@@ -47,7 +48,8 @@ def load(
     dtype   of the model; what must stay wider does (`labkit.checkpoint.target_dtype`)
     device  "auto": CUDA, MPS, CPU, in that order, skipping one that lacks the dtype
     kernels "auto", or the name of a set in `labkit.kernels`
-    cache_rounding  False switches every cache quantiser off
+    cache_rounding  False switches every cache quantiser off; a set of names ("fp8": window,
+            "nvfp4": compressed entries, "mxfp4": index) leaves those on
     Errors (LabError, one sentence): anything that is missing, damaged or does not fit.
     """
     if dtype not in DTYPES:
