@@ -110,3 +110,10 @@ def contrast(first: str, second: str) -> float:
     """WCAG contrast ratio of two colours, 1 to 21."""
     dark, light = sorted(_apply(_TO_XYZ, linear_rgb(c))[1] for c in (first, second))
     return (light + 0.05) / (dark + 0.05)
+
+
+ROUNDING = {  # the recipes of `labkit.numerics.blocks`, by what they round
+    "fp8": Mark("FP8: window", "#0072B2", "E4M3, block 32", "/"),
+    "mxfp4": Mark("MXFP4: index", "#CC79A7", "E2M1, block 32", "x"),
+    "nvfp4": Mark("NVFP4: entries", "#E69F00", "E2M1, block 16", "-"),
+}
