@@ -40,9 +40,9 @@ HELP = (
     ```""",
 )
 AFTER = """Codes and scales are those of the package, byte for byte. With this rule nothing is ever
-clipped: the largest value of a block lands above 3 and at most at 6. (The OCP text for MX formats suggests
-a floor instead, which clips; the two are not interchangeable.) The check cannot see a block with a
-NaN or an infinity: the package gives it the NaN scale, byte 255."""
+clipped: the largest value of a block lands above 3 and at most at 6 times the scale. (The OCP text
+for MX formats suggests a floor instead, which clips; the two are not interchangeable.) The check
+cannot see a block with a NaN or an infinity: the package gives it the NaN scale, byte 255."""
 
 
 def solution(x):
@@ -105,7 +105,7 @@ MISTAKES = (
             "do not fit and are cut to 6 times the scale. It is rounded up.", "floor for ceil"),
     Mistake(floor_of_amax, "the scale is 2^(floor(log2(amax)) - 2), as the OCP text on MX formats "
             "suggests: values from 6 to 8 times the scale are cut to 6. Here the power of "
-            "amax / 6 is rounded up.", "OCP Microscaling Formats (MX) specification, conversion from floating point"),
+            "amax / 6 is rounded up.", "OCP Microscaling Formats (MX) specification"),
     Mistake(one_scale_for_all, "one scale serves all rows: small blocks then lose everything to "
             "the largest one. Take the largest magnitude along the last axis only.",
             "per-tensor scales"),

@@ -88,7 +88,7 @@ MISTAKES = (
     Mistake(sign_dragged_along, "the bytes were shifted as signed numbers, so a high half from 8 "
             "up drags its sign along. View them as uint8 first.", "int8 tensors of packed weights"),
     Mistake(halves_of_the_row, "the first half of the row went to the low halves and the second "
-            "to the high ones; neighbours share a byte.", "planar layouts of other formats and kernels"),
+            "to the high ones; neighbours share a byte.", "planar layouts of other kernels"),
     Mistake(unpacked_one_after_the_other, "unpacking lists all low halves, then all high ones; "
             "they must alternate: stack on a new last axis and flatten.", "cat for stack"),
 )
