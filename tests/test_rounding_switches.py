@@ -53,3 +53,21 @@ def test_an_unknown_name_and_a_form_that_cannot_hold_the_values_are_refused(lab)
         with pytest.raises(InputError, match="cache rounding is off"):
             lab.session("packed")
         lab.session().prefill(lab.encode(TEXT))
+
+
+@pytest.mark.parametrize("form", ("packed", "fp8", "bf16", "plain"))
+def test_a_trace_through_a_form_is_what_a_session_of_it_reads(lab, form):
+    ids = lab.encode(TEXT)
+    run = lab.trace(ids, form=form)
+    assert torch.equal(run["logits"], lab.session(form).prefill(ids))
+    entries = run["layers.1.attn.compressed_kv"]
+    assert torch.equal(entries, fake_quantize(entries, "nvfp4")) == (form != "fp8")
+    assert torch.equal(lab.trace(ids)["logits"], lab.trace(ids, form="plain")["logits"])
+
+
+def test_a_trace_of_two_rows_through_a_form(lab):
+    ids = torch.tensor([lab.encode(TEXT)])
+    both = lab.trace(ids.expand(2, -1), form="packed")["logits"]
+    assert torch.allclose(both[0], lab.trace(ids, form="packed")["logits"][0], atol=1e-3)
+    with pytest.raises(InputError, match="cache form is 'zip'"):
+        lab.trace(ids, form="zip")

@@ -93,10 +93,11 @@ def compare(lab: Lab, exact: Recording, other: Recording, on: Chosen) -> Chain:
     spread = [0.5 * (exact.spread(layer) - other.spread(layer)).abs().sum(-1).mean()
               for layer in range(c.num_hidden_layers)]
     return Chain(
-        on, *(_error(exact, other, name) for name in ("window", "compressed_kv", "index_keys")),
-        exchanged(exact, other), float(torch.stack(spread).mean()), logits.mean, max(logits.kl),
-        logits.same / len(logits.kl), float(cost.sum()) * a_byte,
-        float(cost.std()) * len(cost) ** 0.5 * a_byte)
+        on, window=_error(exact, other, "window"), entries=_error(exact, other, "compressed_kv"),
+        keys=_error(exact, other, "index_keys"), exchanged=exchanged(exact, other),
+        attention=float(torch.stack(spread).mean()), kl=logits.mean, kl_max=max(logits.kl),
+        same=logits.same / len(logits.kl), bits=float(cost.sum()) * a_byte,
+        bits_error=float(cost.std()) * len(cost) ** 0.5 * a_byte)
 
 
 def nats(recording: Recording) -> torch.Tensor:

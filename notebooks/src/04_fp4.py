@@ -437,7 +437,7 @@ mixed = 64 * 2 + 448 // 2 + 448 // 16                        # bytes of such an 
 entries = sum(1 / flash.compress_ratios[layer] for layer in flash.kv_source_layer_ids)
 assert (entry.nbytes + key.nbytes) * entries == per_token["packed"] == 890
 such = (mixed + key.nbytes) * entries
-print(f"with such a channel {such:,.0f} bytes a token, without {per_token['packed']:.0f}")
+print(f"with such a channel {such:,.0f} bytes a token, not {per_token['packed']:.0f}")
 kept = run(lab, ids, ALL).taps[f"layers.{owner}.attn.compressed_kv"]    # [1,S,d]
 assert torch.equal(kept, fake_quantize(kept, "nvfp4")), "all channels, the rotated too"
 
@@ -478,4 +478,5 @@ Legend(("sentence", "verdict", "why"), (
 # - OCP Microscaling Formats (MX) specification 1.0: E2M1, E4M3, UE8M0 (there E8M0).
 # - The 656-byte format of DeepSeek-V3.2: documentation of vLLM, `flashmla_sparse`.
 # - Code: `labkit/numerics`; bytes: `docs/cache.md`. Text: six novels by Jane Austen,
-#   public domain (`data/corpus`). Colours: Okabe and Ito, *Color Universal Design* (2008).
+#   public domain (`data/corpus`). Colours: Okabe and Ito, *Color Universal Design*
+#   (2008).

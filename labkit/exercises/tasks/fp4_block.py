@@ -19,18 +19,20 @@ NUMBER, TITLE, FUNCTION = "4.2", "A block and its scale", "mxfp4_blocks"
 MINUTES, DIFFICULTY, IMPORTANCE = 20, 4, 5
 TOLERANCE = 0.0
 OBJECTIVE = """
-Write the recipe of the index keys. Each row of x is a block of 32. Its scale is the smallest
-power of two that makes the largest magnitude fit: 2^p with p = ceil(log2(amax / 6)), where amax
-is first raised to 6 * 2^-126, so that a block of zeros has a scale too. Return the codes of
-x / scale, and the scale's byte p + 127 (UE8M0). An amax of exactly 6 * 2^k must give k, and the
-next larger number k + 1: no logarithm in floating point can promise that.
+Write the recipe of the index keys. Each row of x is a block of 32. Its scale is the
+smallest power of two that makes the largest magnitude fit: 2^p with p = ceil(log2(amax
+/ 6)), where amax is first raised to 6 * 2^-126, so that a block of zeros has a scale
+too. Return the codes of x / scale, and the scale's byte p + 127 (UE8M0). An amax of
+exactly 6 * 2^k must give k, and the next larger number k + 1: no logarithm in floating
+point can promise that.
 """
 HELP = (
-    """`encode_e2m1` makes the codes, so only p is missing. `torch.frexp(amax)` takes a number
-    apart exactly: amax = m * 2^e with m from 0.5 up to, but not including, 1.""",
-    """6 is 0.75 * 2^3. So amax / 6 is (m / 0.75) * 2^(e-3), and its logarithm rounded up is
-    e - 3 where m is at most 0.75, one more where m is larger. Nothing was rounded on the way.
-    Dividing by 2^p is exact, too: `torch.ldexp(x, -p)`.""",
+    """`encode_e2m1` makes the codes, so only p is missing. `torch.frexp(amax)` takes
+    a number apart exactly: amax = m * 2^e with m from 0.5 up to, but not including,
+    1.""",
+    """6 is 0.75 * 2^3. So amax / 6 is (m / 0.75) * 2^(e-3), and its logarithm rounded
+    up is e - 3 where m is at most 0.75, one more where m is larger. Nothing was
+    rounded on the way. Dividing by 2^p is exact, too: `torch.ldexp(x, -p)`.""",
     """```python
     amax = x.abs().amax(-1).clamp(min=6 * 2.0**-126)
     mantissa, exponent = torch.frexp(amax)
@@ -39,19 +41,20 @@ HELP = (
     return codes, (power + 127).to(torch.uint8)
     ```""",
 )
-AFTER = """Codes and scales are those of the package, byte for byte. With this rule nothing is ever
-clipped: the largest value of a block lands above 3 and at most at 6 times the scale. (The OCP text
-for MX formats suggests a floor instead, which clips; the two are not interchangeable.) The check
-cannot see a block with a NaN or an infinity: the package gives it the NaN scale, byte 255."""
+AFTER = """Codes and scales are those of the package, byte for byte. With this rule
+nothing is ever clipped: the largest value of a block lands above 3 and at most at 6
+times the scale. (The OCP text for MX formats suggests a floor instead, which clips;
+the two are not interchangeable.) The check cannot see a block with a NaN or an
+infinity: the package gives it the NaN scale, byte 255."""
 
 
 def solution(x):
     """Codes uint8 [n,32] and scale bytes uint8 [n] of the blocks x, fp32 [n,32]."""
     from labkit.numerics.formats import encode_e2m1
 
-    amax = x.abs().amax(-1).clamp(min=6 * 2.0**-126)            # [n]
-    mantissa, exponent = torch.frexp(amax)                      # amax = mantissa * 2^exponent
-    power = exponent - 3 + (mantissa > 0.75).int()              # since 6 = 0.75 * 2^3
+    amax = x.abs().amax(-1).clamp(min=6 * 2.0**-126)     # [n]
+    mantissa, exponent = torch.frexp(amax)               # amax = mantissa * 2^exponent
+    power = exponent - 3 + (mantissa > 0.75).int()       # since 6 = 0.75 * 2^3
     codes = encode_e2m1(torch.ldexp(x, -power[:, None]))
     return codes, (power + 127).to(torch.uint8)
 

@@ -18,18 +18,19 @@ NUMBER, TITLE, FUNCTION = "4.1", "Sixteen codes, ties to even", "e2m1_codes"
 MINUTES, DIFFICULTY, IMPORTANCE = 15, 2, 5
 TOLERANCE = 0.0
 OBJECTIVE = """
-Codes 0 to 7 stand for 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 (worth 8) is the sign. Write the code of
-the value nearest to each number. Halfway between two values the *even code* wins: 2.5 lies
-between 2 (code 4) and 3 (code 5) and becomes 2. What is larger than 6 becomes 6. The sign is that
-of the number, also where its magnitude rounds to zero: -0.1 has code 8, and so has -0.0.
+Codes 0 to 7 stand for 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 (worth 8) is the sign. Write
+the code of the value nearest to each number. Halfway between two values the *even code*
+wins: 2.5 lies between 2 (code 4) and 3 (code 5) and becomes 2. What is larger than 6
+becomes 6. The sign is that of the number, also where its magnitude rounds to zero: -0.1
+has code 8, and so has -0.0.
 """
 HELP = (
     """Treat the sign apart: find the code 0..7 of the magnitude, then add 8 where
-    `torch.signbit(x)` says so (unlike `x < 0` it knows -0.0). Seven middles lie between the eight
-    magnitudes; count how many of them a number has passed.""",
-    """Counting with `>` sends each tie down, counting with `>=` sends it up. Apart from ties both
-    counts are equal; at a tie they are neighbours, and one of them is even. Six is the last
-    value, so numbers beyond it need no extra care.""",
+    `torch.signbit(x)` says so (unlike `x < 0` it knows -0.0). Seven middles lie
+    between the eight magnitudes; count how many of them a number has passed.""",
+    """Counting with `>` sends each tie down, counting with `>=` sends it up. Apart
+    from ties both counts are equal; at a tie they are neighbours, and one of them is
+    even. Six is the last value, so numbers beyond it need no extra care.""",
     """```python
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     middles = (values[:-1] + values[1:]) / 2
@@ -39,14 +40,15 @@ HELP = (
     return (code + 8 * torch.signbit(x)).to(torch.uint8)
     ```""",
 )
-AFTER = """Ties to even is no nicety: numbers that were bf16 before meet ties often (the end of this
-notebook counts them), and sending them all one way shifts every mean. The package gets the same
-codes from the bits of an fp32 number, without a table. The check cannot see speed, nor what happens
-to a NaN: E2M1 has no code for it, and the package refuses it."""
+AFTER = """Ties to even is no nicety: numbers that were bf16 before meet ties often
+(the end of this notebook counts them), and sending them all one way shifts every
+mean. The package gets the same codes from the bits of an fp32 number, without a
+table. The check cannot see speed, nor what happens to a NaN: E2M1 has no code for it,
+and the package refuses it."""
 
 
 def solution(x):
-    """E2M1 codes 0..15, uint8, of the numbers x (fp32, any shape); ties to the even code."""
+    """E2M1 codes 0..15, uint8, of fp32 numbers of any shape; ties to the even code."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     middles = (values[:-1] + values[1:]) / 2
     magnitude = x.abs()[..., None]                     # [..., 1] against [7]

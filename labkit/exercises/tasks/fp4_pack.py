@@ -19,17 +19,20 @@ NUMBER, TITLE, FUNCTION = "4.3", "Two codes a byte", "pack_and_unpack"
 MINUTES, DIFFICULTY, IMPORTANCE = 10, 2, 4
 TOLERANCE = 0.0
 OBJECTIVE = """
-Write both directions in one function. Byte j of a row holds columns 2j and 2j+1: the *even column
-in the low four bits*, the odd one in the high four. Pack `codes`, and unpack `data`, which are
-bytes of another row. As in the released checkpoint's experts, `data` comes as *int8*: the same
-bits, but a byte from 128 up reads as a negative number.
+Write both directions in one function. Byte j of a row holds columns 2j and 2j+1: the
+*even column in the low four bits*, the odd one in the high four. Pack `codes`, and
+unpack `data`, which are bytes of another row. As in the released checkpoint's experts,
+`data` comes as *int8*: the same bits, but a byte from 128 up reads as a negative
+number.
 """
 HELP = (
-    """`codes[..., 0::2]` are the even columns, `codes[..., 1::2]` the odd ones. `<< 4` moves a code
-    to the high half of a byte, `|` joins two halves, `& 15` keeps the low half.""",
-    """A shift to the right of a negative int8 drags its sign along: -1 >> 4 is -1, not 15. Look at
-    the bits as unsigned first: `data.view(torch.uint8)` changes no bit. Unpacked columns must
-    alternate: stack low and high halves on a new last axis, then flatten it.""",
+    """`codes[..., 0::2]` are the even columns, `codes[..., 1::2]` the odd ones.
+    `<< 4` moves a code to the high half of a byte, `|` joins two halves, `& 15` keeps
+    the low half.""",
+    """A shift to the right of a negative int8 drags its sign along: -1 >> 4 is -1,
+    not 15. Look at the bits as unsigned first: `data.view(torch.uint8)` changes no
+    bit. Unpacked columns must alternate: stack low and high halves on a new last
+    axis, then flatten it.""",
     """```python
     packed = codes[..., 0::2] | ...
     data = data.view(torch.uint8)
@@ -37,16 +40,17 @@ HELP = (
     return packed, unpacked
     ```""",
 )
-AFTER = """That is the layout of the cache's rows and of the released experts. A round trip is no
-test of it: with the halves exchanged in both directions, unpack(pack(x)) is still x, and only
-somebody else's bytes show the fault. The check cannot see where scales lie; in the cache they
-follow the codes of their row, in the checkpoint they are a tensor of their own."""
+AFTER = """That is the layout of the cache's rows and of the released experts. A round
+trip is no test of it: with the halves exchanged in both directions, unpack(pack(x))
+is still x, and only somebody else's bytes show the fault. The check cannot see where
+scales lie; in the cache they follow the codes of their row, in the checkpoint they
+are a tensor of their own."""
 
 
 def solution(codes, data):
     """Bytes uint8 [..., n/2] of codes (uint8 [..., n], 0..15), codes [..., 2m] of data.
 
-    data int8 [..., m]: bytes that hold two codes each, the even column in the low four bits.
+    data int8 [..., m]: bytes of two codes each, the even column in the low four bits.
     """
     packed = codes[..., 0::2] | (codes[..., 1::2] << 4)
     data = data.view(torch.uint8)                      # the same bits, without a sign
