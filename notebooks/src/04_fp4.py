@@ -55,8 +55,8 @@ e2m1_line()
 
 # %% [markdown] id="line-read"
 # Squares are even codes, circles odd ones, and the triangles are the ties: each points
-# to a square. *Ties to even* sends about as many up as down, so that sums keep their
-# mean. Between 0 and 2 the values stand 0.5 apart, beyond that the steps grow: a
+# to a square. *Ties to even* sends about as many up as down, so that sums hardly
+# drift. Between 0 and 2 the values stand 0.5 apart, beyond that the steps grow: a
 # floating-point format spends its codes on small numbers.
 
 # %% exercise="fp4_codes"
@@ -64,10 +64,10 @@ e2m1_line()
 # %% [markdown] id="three"
 # ### Two formats for scales
 #
-# Sixteen codes reach from 0.5 to 6 only. So a group of neighbours, a *block*, shares a
-# *scale* by which its codes are multiplied. Two formats serve as scales: UE8M0 is a bare
-# exponent, a power of two, and E4M3 is a small floating-point number. E4M3 also serves
-# as the element of FP8.
+# Apart from zero, magnitudes reach from 0.5 to 6 only. So a group of neighbours, a
+# *block*, shares a *scale* by which its codes are multiplied. Two formats serve as
+# scales: UE8M0 is a bare exponent, a power of two, and E4M3 is a small floating-point
+# number. E4M3 also serves as the element of FP8.
 
 # %% id="three-formats"
 from labkit.viz.formats import three_formats
@@ -79,13 +79,13 @@ three_formats()
 # %% [markdown] id="recipes"
 # ## 2. A scale for every block
 #
-# The release has three recipes, and they differ in everything: what they round, the
-# elements, the block and the scale.
+# The release has three recipes, no two alike: what they round, elements, block, scale.
 #
-# The scale should be the smallest one with which the block's largest magnitude, `amax`,
-# still fits. NVFP4 takes the E4M3 number nearest to amax / 6. The other two need the
-# next power of two from amax / 6 (or amax / 448) *up*. Below the table stands the code
-# of this package for that; it works on the bits of the number.
+# The scale should be about the smallest with which the block's largest magnitude, `amax`,
+# fits. NVFP4 takes the E4M3 number nearest to amax / 6; where that is a little too small,
+# the largest value is cut to 6 times the scale. The other two take the next power of two
+# from amax / 6 (or amax / 448) *up*. Below the table stands the code of this package for
+# that; it works on the bits of the number.
 
 # %% id="recipes-table"
 from labkit.numerics import FORMATS
@@ -104,9 +104,9 @@ Code(inspect.getsource(power_of_two_scale), language="python")
 # Why not `2 ** ceil(log2(amax / 6))`? Try it on amax = 6 * 2^k, where k must come out,
 # and on the next fp32 number above, where k + 1 must. There the quotient or its logarithm
 # is rounded to k, and the step up is lost. (A logarithm that ends just above a whole
-# number errs the other way, on the exact powers, and wastes half of the codes.) A model
-# would hardly feel either; but two engines that disagree about a scale byte do not have
-# the same cache.
+# number errs the other way, on the exact powers; the codes of 4 and 6 then lie idle.) A
+# model would hardly feel either; but two engines that disagree about a scale byte do not
+# have the same cache.
 
 # %% id="log"
 exact = 6 * torch.exp2(torch.arange(-100, 101).float())              # [201]
@@ -310,6 +310,7 @@ print("answers: KL by recipe", {r: f"{one.mean:.1e}" for r, one in answers.items
       f"same likeliest token {answers['nvfp4'].same} of {len(answers['nvfp4'].kl)}")
 assert share > 0.5
 assert answers["nvfp4"].mean > answers["fp8"].mean > answers["mxfp4"].mean
+assert answers["nvfp4"].same == len(answers["nvfp4"].kl), "and yet no answer is lost"
 
 # %% [markdown] id="measurable-why"
 # Where an entry matters, the order turns: the rounding of entries weighs most. (And
@@ -390,10 +391,10 @@ assert max(prices["exact_powers_step_up", f] for f in right) < 1e-4
 
 # %% [markdown] id="faults-read"
 # Two faults live in the bytes, so a run that keeps numbers instead of bytes cannot have
-# them. Note the price of exchanged columns: every entry is scrambled, and the text would
-# still read well, since most attention goes elsewhere. The other two faults hardly occur
-# in fp32, where no number lies exactly between two codes. In bf16 it does. Let a number
-# of the run be bf16 first, and count the ties:
+# them. Note how small the price of exchanged columns is: every entry is scrambled, but
+# most attention goes elsewhere, and a look at the text may not tell. The other two faults
+# hardly occur in fp32, where next to no number lies exactly between two codes. Let the
+# numbers of the run be bf16 first, and count the ties:
 
 # %% id="count-ties"
 keys = vectors["index key of layer 1"].rows                            # [S,di]

@@ -112,8 +112,8 @@ MISTAKES = (
     Mistake(one_scale_for_all, "one scale serves all rows: small blocks then lose everything to "
             "the largest one. Take the largest magnitude along the last axis only.",
             "per-tensor scales"),
-    Mistake(steps_up_from_exact_powers, "an amax of exactly 6 * 2^k gets the scale 2^(k+1) and "
-            "wastes half of the codes: a ceiling leaves whole numbers alone.",
+    Mistake(steps_up_from_exact_powers, "an amax of exactly 6 * 2^k gets the scale 2^(k+1), and "
+            "the codes of 4 and 6 lie idle: a ceiling leaves whole numbers alone.",
             "mutant `exact_powers_step_up`; floor + 1"),
     Mistake(logarithm_in_fp32, "amax / 6 or its logarithm was rounded: just above 6 * 2^k it "
             "became k, and the largest value no longer fits. Compare mantissas instead.",
