@@ -222,8 +222,8 @@ def _layout() -> dict[str, Any]:
         xaxis={"range": [math.log10(LEAST), math.log10(MOST)], "tickvals": list(ticks),
                "ticktext": ["1" if t == 0 else f"10^{t}" for t in ticks], "fixedrange": True,
                "showgrid": True, "gridcolor": "rgba(128,128,128,.3)", "zeroline": False,
-               "title": {"text": "difference from the run without rounding (logarithmic; "
-                                 "the left edge is 0)"}},
+               "title": {"text": "size of the difference from the run without rounding "
+                                 "(logarithmic; left edge: less than 10^-9, or 0)"}},
         yaxis={"range": [len(LINKS) - 0.4, -0.6], "tickvals": list(range(len(LINKS))),
                "ticktext": [f"{name}: {unit}" for _, name, unit in LINKS], "fixedrange": True,
                "showgrid": False, "zeroline": False})
