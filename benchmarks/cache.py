@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 
 from labkit.cache import Cache
+from labkit.cache.filled import fill
 from labkit.config import ModelConfig
 from labkit.engine.replay import decoder_tail, replay_start
 from labkit.engine.session import Session, is_small
@@ -90,7 +91,7 @@ def bytes_table(lab: Lab, options: argparse.Namespace) -> None:
               f"{'decoder':>9}{'window/layer':>14}{'draft':>10}{'reserved +1 group':>19}")
         for form in FORMS:
             cache = Cache(c, form=form, draft=True)
-            grow(cache, tokens)
+            fill(cache, tokens)
             part = {"global_kv": 0, "index_keys": 0}
             side = {"encoder": 0, "decoder": 0}
             for layer, store in cache.stores.items():
@@ -101,7 +102,7 @@ def bytes_table(lab: Lab, options: argparse.Namespace) -> None:
             assert used["reserved"] == 0 and all(used[kind] == n for kind, n in part.items())
             window = used["window"] / c.num_hidden_layers
             group = math.lcm(*(c.compress_ratios[layer] for layer in cache.stores))
-            grow(cache, group, tokens)
+            fill(cache, group, tokens)
             total = sum(part.values())
             print(f"  {form:<8}{total / tokens:9.1f}"
                   + "".join(f"{n / tokens:{w}.1f}" for n, w in zip(
@@ -109,20 +110,6 @@ def bytes_table(lab: Lab, options: argparse.Namespace) -> None:
                   + f"{window:14,.0f}{used['draft']:10,}{cache.nbytes()['reserved']:19,}")
         if used["draft"]:
             print(f"  draft: windows of its {c.num_nextn_predict_layers} stages, once a request")
-
-
-def grow(cache: Cache, tokens: int, before: int = 0) -> None:
-    """Random entries of `tokens` more tokens in every store."""
-    seeded = torch.Generator().manual_seed(before)
-    c = cache.config
-    for layer, store in cache.stores.items():
-        ratio = c.compress_ratios[layer]
-        first, new = before // ratio, (before + tokens) // ratio - before // ratio
-        store.begin()
-        store.append(torch.randn(1, new, c.head_dim, generator=seeded),
-                     torch.randn(1, new, c.index_head_dim, generator=seeded),
-                     torch.tensor([first]), torch.tensor([new]))
-        store.commit([before + tokens], ratio)
 
 
 # ---- packing --------------------------------------------------------------------------------

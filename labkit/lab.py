@@ -28,6 +28,7 @@ from labkit.engine.speculator import Speculator
 from labkit.errors import CheckpointError, ConfigError, InputError
 from labkit.model.init import init_weights
 from labkit.model.transformer import Transformer
+from labkit.numerics.blocks import Rounding
 from labkit.text.engram_map import checked_classes
 from labkit.text.tokenizer import Tokenizer
 from labkit.trace import Taps
@@ -38,7 +39,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 def load(
     source: str | Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "auto",
-    kernels: str = "auto", cache_rounding: bool = True,
+    kernels: str = "auto", cache_rounding: Rounding = True,
 ) -> Lab:
     """A preset or a folder -> a `Lab`, its model in evaluation mode and without gradients.
 
@@ -47,7 +48,8 @@ def load(
     dtype   of the model; what must stay wider does (`labkit.checkpoint.target_dtype`)
     device  "auto": CUDA, MPS, CPU, in that order, skipping one that lacks the dtype
     kernels "auto", or the name of a set in `labkit.kernels`
-    cache_rounding  False switches every cache quantiser off
+    cache_rounding  False switches every cache quantiser off; a set of names ("fp8": window,
+            "nvfp4": compressed entries, "mxfp4": index) leaves those on
     Errors (LabError, one sentence): anything that is missing, damaged or does not fit.
     """
     if dtype not in DTYPES:
@@ -128,11 +130,13 @@ class Lab:
 
     def trace(self, ids: torch.Tensor | Sequence[int] | str,
               lengths: torch.Tensor | Sequence[int] | None = None,
-              patterns: Sequence[str] | None = None) -> Taps:
+              patterns: Sequence[str] | None = None, form: str | None = None) -> Taps:
         """One pass over a fresh cache; every tensor that it passes through, by name.
 
         ids      int [B,T] (or [T], or text: with BOS in front); lengths [B]: live tokens a row
         patterns shell patterns of the names to keep, e.g. ["*.topk_indices"]; None keeps all
+        form     how the cache stores its vectors (`session`); None: as numbers, since it is
+                 thrown away
         Names (i = layer): engram_hash_ids [B,T,engram layers,(N-1)*heads]; layers.{i}.streams_in
         (before the Engram update) and .streams_after_engram [B,T,C,D]; layers.{i}.attn.out
         [B,T,D], .q [B,T,H,d], .window [B,W+T,d], .topk_indices [B,T,K] (-1 = none), .candidates
@@ -150,8 +154,11 @@ class Lab:
                              "['*.topk_indices']")
         taps = Taps(None if patterns is None else list(patterns))
         count = None if lengths is None else as_ids(lengths, "lengths")
+        tokens = as_ids(ids)
+        rows = 1 if tokens.ndim < 2 else len(tokens)
+        cache = None if form is None else self.model.new_cache(rows, form, draft=False)
         with torch.no_grad():
-            self.model(as_ids(ids), count, taps=taps)
+            self.model(tokens, count, cache=cache, taps=taps)
         return taps
 
     def session(self, form: str | None = None, page_tokens: int | None = None,

@@ -19,6 +19,7 @@ from labkit.cache.tail import Tail
 from labkit.cache.window import WindowRing
 from labkit.config import ModelConfig
 from labkit.errors import InputError
+from labkit.numerics.blocks import Rounding, block_format, rounds
 from labkit.numerics.precision import wide
 from labkit.numerics.rows import RowCodec
 
@@ -35,7 +36,8 @@ class Cache:
     draft_windows  per stage of the draft a `WindowRing` of the target's features; none: no draft
 
     form      how rows are stored, one of `labkit.numerics.rows.FORMS`
-    rounding  False: cache rounding is off (form "plain" only)
+    rounding  False: cache rounding is off; names of recipes: only those are on (form "plain"
+              only, unless all are on)
     page_tokens  tokens whose entries make up a page: a multiple of every ratio, by default 128
               or the next one
     stale_index_keys  behave as the released reference code does: one slot holds the published
@@ -45,10 +47,12 @@ class Cache:
     """
 
     def __init__(self, config: ModelConfig, batch: int = 1, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str = "cpu", form: str = "packed", rounding: bool = True,
-                 page_tokens: int | None = None, stale_index_keys: bool = False,
-                 draft: bool = False) -> None:
+                 device: torch.device | str = "cpu", form: str = "packed",
+                 rounding: Rounding = True, page_tokens: int | None = None,
+                 stale_index_keys: bool = False, draft: bool = False) -> None:
         device = torch.device(device)
+        for recipe in () if isinstance(rounding, bool) else rounding:
+            block_format(recipe)                    # InputError for a name that is none
         ratios = [role.ratio for role in config.roles if role.kind == "full"]
         unit = math.lcm(*ratios)
         if page_tokens is None:
@@ -65,7 +69,7 @@ class Cache:
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
 
         def codec(width: int, recipe: str) -> RowCodec:
-            return RowCodec(width, recipe, form, dtype, rounding)
+            return RowCodec(width, recipe, form, dtype, rounds(rounding, recipe))
 
         window = codec(config.head_dim, "fp8")
         self.windows = [WindowRing(batch, config.sliding_window, window, device)

@@ -12,7 +12,7 @@ from labkit.cache import Cache, GlobalStore
 from labkit.cache.recent import take_rows
 from labkit.config import ModelConfig
 from labkit.model.rope import rotation
-from labkit.numerics.blocks import fake_quantize
+from labkit.numerics.blocks import Rounding, fake_quantize, rounds
 from labkit.numerics.precision import wide
 from labkit.trace import Taps
 
@@ -47,7 +47,7 @@ class Run:
     count: torch.Tensor
     length: int                                 # T
     dtype: torch.dtype
-    rounding: bool = True                       # quantisers on
+    rounding: Rounding = True                   # quantisers on: all, none, or those named
     taps: Taps | None = None
     enter: torch.Tensor | None = None
     keep: bool = False                          # the cache must be able to rewind this pass
@@ -151,8 +151,8 @@ class Run:
         return self._turns[key]
 
     def round(self, x: torch.Tensor, form: str) -> torch.Tensor:
-        """Quantise and dequantise along the last axis, unless rounding is off."""
-        return fake_quantize(x, form) if self.rounding else x
+        """Quantise and dequantise along the last axis, unless that rounding is off."""
+        return fake_quantize(x, form) if rounds(self.rounding, form) else x
 
     def tap(self, name: str, value: torch.Tensor | Callable[[], torch.Tensor]) -> None:
         """Record what has its whole shape already; a callable is asked only if it is wanted."""

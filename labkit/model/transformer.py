@@ -20,6 +20,7 @@ from labkit.model.dspark import BlockRun, DSpark, Slots, Window
 from labkit.model.hyper import collapse
 from labkit.model.norm import RMSNorm
 from labkit.model.run import Run
+from labkit.numerics.blocks import FORMATS, Rounding, rounds
 from labkit.numerics.precision import wide
 from labkit.text.engram_hash import addresses
 from labkit.trace import Taps
@@ -47,7 +48,7 @@ class Transformer(nn.Module):
     engram_classes: torch.Tensor
 
     def __init__(self, config: ModelConfig, engram_classes: torch.Tensor | None = None,
-                 kernel_set: str = "auto", cache_rounding: bool = True,
+                 kernel_set: str = "auto", cache_rounding: Rounding = True,
                  device: torch.device | str | None = None, draft: bool = False) -> None:
         """engram_classes: int64 [V], class of every id (`labkit.text.engram_classes`).
 
@@ -57,7 +58,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.kernels = kernels.get(kernel_set, device or torch.get_default_device())
-        self.cache_rounding = cache_rounding
+        self.cache_rounding = cache_rounding  # of all recipes, of none, or of those named
         self.selecting = "index"  # or a control: "all", "random", "none" (`indexer.SELECTING`)
         self.blind = ""           # or a half, "encoder" or "decoder", that sees its windows alone
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -83,11 +84,12 @@ class Transformer(nn.Module):
 
     def new_cache(self, batch: int = 1, form: str | None = None, page_tokens: int | None = None,
                   stale_index_keys: bool = False, draft: bool | None = None) -> Cache:
-        """An empty past. form None: packed, or plain where cache rounding is off (see `Cache`).
+        """An empty past. form None: packed, or plain where a cache rounding is off (see `Cache`).
 
         draft: hold the draft's windows as well; None: if the model has a draft.
         """
-        form = form or ("packed" if self.cache_rounding else "plain")
+        whole = all(rounds(self.cache_rounding, recipe) for recipe in FORMATS)
+        form = form or ("packed" if whole else "plain")
         return Cache(self.config, batch, self.dtype, self.device, form, self.cache_rounding,
                      page_tokens, stale_index_keys,
                      self.mtp is not None if draft is None else draft)

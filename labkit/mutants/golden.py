@@ -20,6 +20,7 @@ from labkit.config import ModelConfig
 from labkit.errors import InputError
 from labkit.model.transformer import Transformer
 from labkit.mutants import rules
+from labkit.numerics.blocks import Rounding
 from labkit.text import Tokenizer, engram_map
 
 Rule = Callable[[str, torch.Tensor, torch.Tensor], str | None]
@@ -121,7 +122,7 @@ def in_float64(model: Transformer) -> Transformer:
     return build(model.config, state, model.cache_rounding, kernels, model.engram_classes)
 
 
-def build(config: ModelConfig, state: Mapping[str, torch.Tensor], rounding: bool = False,
+def build(config: ModelConfig, state: Mapping[str, torch.Tensor], rounding: Rounding = False,
           kernel_set: str = "reference", class_map: torch.Tensor | None = None) -> Transformer:
     """A model that holds `state` itself (no copy), each parameter in the dtype it has there."""
     if class_map is None:

@@ -14,12 +14,16 @@ reads back as NaN throughout, never as a plausible number.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
 
 from labkit.errors import InputError
 from labkit.numerics import formats
+
+# Which recipes are switched on: all, none, or those named.
+Rounding = bool | Set[str]
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,11 @@ def block_format(name: str) -> BlockFormat:
         raise InputError(
             f"unknown number format {name!r}: choose one of {', '.join(FORMATS)}"
         ) from None
+
+
+def rounds(rounding: Rounding, name: str) -> bool:
+    """Whether the recipe of that name is on."""
+    return rounding if isinstance(rounding, bool) else name in rounding
 
 
 def quantize(x: torch.Tensor, format: str) -> Quantized:

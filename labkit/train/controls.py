@@ -11,12 +11,13 @@ import torch
 from labkit.errors import InputError
 from labkit.model.indexer import SELECTING
 from labkit.model.transformer import Transformer
+from labkit.numerics.blocks import Rounding
 from labkit.train import dense
 
 
 @contextlib.contextmanager
-def cache_rounding(model: Transformer, on: bool) -> Iterator[None]:
-    """Inside, the cache quantisers are on or off."""
+def cache_rounding(model: Transformer, on: Rounding) -> Iterator[None]:
+    """Inside, the cache quantisers are on or off, or those named are on."""
     with changed(model, cache_rounding=on):
         yield
 

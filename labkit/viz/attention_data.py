@@ -100,6 +100,31 @@ class Recording:
         return Look(layer, query, head, r, window, listed, self._pool(layer, query),
                     1.0 - float(weight.sum()))
 
+    def spread(self, layer: int) -> torch.Tensor:
+        """Attention of all queries over window columns, entries by number, and the sink.
+
+        [T,H,W+S+1], each row adds up to 1. Unlike the kernel's columns these mean the same in
+        two runs that selected differently.
+        """
+        c, role = self.config, self.config.roles[layer]
+        entries = selected = None
+        if role.ratio:
+            entries = self.taps[f"layers.{role.kv_source}.attn.compressed_kv"][:1]    # [1,S,d]
+            selected = self.taps[f"layers.{role.index_source}.attn.topk_indices"][:1]  # [1,T,K]
+        weights, _ = attention_probabilities(
+            self.taps[f"layers.{layer}.attn.q"][:1], self.taps[f"layers.{layer}.attn.window"][:1],
+            entries, selected, self.sinks[layer], torch.tensor([0]))
+        weights = weights[0]                                                         # [T,H,W+K]
+        W, S = c.sliding_window, 0 if entries is None else entries.shape[1]
+        out = weights.new_zeros(*weights.shape[:2], W + S + 1)
+        out[..., :W] = weights[..., :W]
+        if selected is not None:
+            # What is not there (-1) has weight 0 and goes where the sink will be written.
+            place = torch.where(selected[0] < 0, W + S, W + selected[0])[:, None]    # [T,1,K]
+            out.scatter_(-1, place.expand(-1, weights.shape[1], -1), weights[..., W:])
+        out[..., -1] = 1 - weights.sum(-1)
+        return out
+
     def _pool(self, layer: int, query: int) -> list[tuple[int, int]] | None:
         """Blocks of the pool, if this layer's selection came through it or it publishes it."""
         c, role = self.config, self.config.roles[layer]
@@ -117,10 +142,14 @@ class Recording:
         return joined
 
 
-def record(lab: Lab, text: str | Sequence[int], max_tokens: int | None = None) -> Recording:
-    """Run the model over a text (or ids) once and keep what attention pictures need."""
+def record(lab: Lab, text: str | Sequence[int], max_tokens: int | None = None,
+           more: Sequence[str] = ()) -> Recording:
+    """Run the model over a text (or ids) once and keep what attention pictures need.
+
+    more: patterns of further names to keep.
+    """
     ids = lab.encode(text)[:max_tokens]
-    taps = lab.trace(ids, patterns=PATTERNS)
+    taps = lab.trace(ids, patterns=[*PATTERNS, *more])
     sinks = [lab.model.get_parameter(f"layers.{layer}.attn.attn_sink").detach().clone()
              for layer in range(lab.config.num_hidden_layers)]
     return Recording(lab.config, ids, pieces(lab.tokenizer, ids), taps, sinks)

@@ -145,6 +145,7 @@ MARKERS: dict[str, Callable[[float], str]] = {
     "diamond": lambda s: f'<path d="M0,{-s * 0.65}L{s * 0.65},0L0,{s * 0.65}L{-s * 0.65},0Z"',
     "triangle-up": lambda s: f'<path d="M0,{-s / 2}L{s / 2},{s / 2}L{-s / 2},{s / 2}Z"',
     "triangle-down": lambda s: f'<path d="M0,{s / 2}L{s / 2},{-s / 2}L{-s / 2},{-s / 2}Z"',
+    "triangle-left": lambda s: f'<path d="M{-s / 2},0L{s / 2},{s / 2}L{s / 2},{-s / 2}Z"',
     "triangle-right": lambda s: f'<path d="M{s / 2},0L{-s / 2},{s / 2}L{-s / 2},{-s / 2}Z"',
 }
 
@@ -264,7 +265,9 @@ def _entry(trace: Any, name: str) -> str:
     if markers:
         symbol = trace.marker.symbol if isinstance(trace.marker.symbol, str) else "circle"
         shape = MARKERS[symbol.removesuffix("-open")](10)
-        key = f'<g transform="translate(8,0)">{shape} fill="{colour}"/></g>'
+        hollow = symbol.endswith("-open")
+        ink = f'fill="none" stroke="{colour}"' if hollow else f'fill="{colour}"'
+        key = f'<g transform="translate(8,0)">{shape} {ink}/></g>'
     elif trace.type == "scatter":
         dash = DASHES.get(trace.line.dash or "", "none")
         key = f'<path d="M0,0h16" stroke="{colour}" stroke-width="3" stroke-dasharray="{dash}"/>'
