@@ -123,6 +123,7 @@ DESIGNS = {  # who scores entries
     "own": Mark("every layer has its own index", "#D55E00", "dashed line"),
     "shared": Mark("index sources only", "#56B4E9", "solid line"),
     "pool": Mark("index sources and pool", "#009E73", "solid line, circles"),
+}
 ROUNDING = {  # the recipes of `labkit.numerics.blocks`, by what they round
     "fp8": Mark("FP8: window", "#0072B2", "E4M3, block 32", "/"),
     "mxfp4": Mark("MXFP4: index", "#CC79A7", "E2M1, block 32", "x"),
