@@ -110,3 +110,16 @@ def contrast(first: str, second: str) -> float:
     """WCAG contrast ratio of two colours, 1 to 21."""
     dark, light = sorted(_apply(_TO_XYZ, linear_rgb(c))[1] for c in (first, second))
     return (light + 0.05) / (dark + 0.05)
+
+
+ORDERS = {  # n-grams by their order
+    2: Mark("2-gram", "#0072B2", "2"),
+    3: Mark("3-gram", "#E69F00", "3", "/"),
+    4: Mark("4-gram", "#009E73", "4", "x"),
+    5: Mark("5-gram", "#CC79A7", "5", "-"),
+    6: Mark("6-gram", "#000000", "6", "|"),
+}
+MUTED = {  # what a token costs when a part is switched off
+    "more": Mark("costs more when muted", "#E69F00", "above the text", "/"),
+    "less": Mark("costs less when muted", "#0072B2", "below the text"),
+}
