@@ -31,13 +31,11 @@ class Ngrams:
 
     mixes   int64 [n]: XOR of class times multiplier, of one Engram layer
     counts  int64 [n]: how often each occurs
-    seen_at int64 [n]: how many n-grams the text had shown when it first appeared
     """
 
     order: int
     mixes: np.ndarray
     counts: np.ndarray
-    seen_at: np.ndarray
 
     def __len__(self) -> int:
         return len(self.mixes)
@@ -104,7 +102,7 @@ def census(config: ModelConfig, classes: torch.Tensor, texts: Sequence[Sequence[
         _, at, counts = np.unique(numbers[whole], return_index=True, return_counts=True)
         by_appearance = np.argsort(at)
         at, counts = at[by_appearance], counts[by_appearance]
-        found[order] = Ngrams(order, mixes[whole[at]], counts, at)
+        found[order] = Ngrams(order, mixes[whole[at]], counts)
     return Census(config, layer, len(joined), found)
 
 

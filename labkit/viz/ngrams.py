@@ -15,7 +15,7 @@ from labkit.viz.picture import Picture, base_layout
 
 WIDTH, HEIGHT = 720, 380
 SYMBOLS = {2: "circle", 3: "square", 4: "diamond", 5: "triangle-up", 6: "triangle-down"}
-POINTS = 120           # points of a curve
+POINTS = 80           # points of a curve
 GRID = "rgba(128,128,128,.3)"
 
 
@@ -216,4 +216,4 @@ def hit_shares(counted: Census, tops: Iterable[float] = (0.001, 0.01, 0.1)) -> P
 
 def _ranks(n: int) -> np.ndarray:
     """Ranks 1..n, evenly spread over the logarithm."""
-    return np.unique(np.geomspace(1, n, 40).round().astype(int))
+    return np.unique(np.geomspace(1, n, 22).round().astype(int))

@@ -37,7 +37,8 @@ HELP = (
 )
 AFTER = """These are the gates of the run, from the streams that it really had. A gate says how much
 of the value enters a stream, not whether that helped; muting Engram shows what it is worth. The
-check cannot see the floor under the root, which keeps gradients finite: it is too small to show here."""
+check cannot see the floor under the root, which keeps gradients finite: it is too
+small to show here."""
 
 
 def solution(streams, keys, q_weight, k_weight, eps):
