@@ -169,7 +169,7 @@ def _names(recording: EngramRecording) -> dict[str, Any]:
     """The names of the lines, at the left."""
     y = _heights(recording)
     streams = range(recording.config.hc_mult if recording.gates else 0)
-    named = [(f"stream {s}", 8 + GATE * (s + 1) - 8) for s in streams]
+    named: list[tuple[str, float]] = [(f"stream {s}", GATE * (s + 1)) for s in streams]
     named += [("token", y["text"]), ("class", y["class"])]
     named += [(f"order {n}", y["order"] + 13 * (n - 2))
               for n in range(2, recording.config.engram_max_ngram_size + 1)]

@@ -171,12 +171,12 @@ def rank_frequency(counted: Census) -> Picture:
         once = float((ordered == 1).mean())
         rows.append((mark.label, f"{found.total:,}", f"{len(found):,}", f"{int(ordered[0]):,}",
                      f"{once:.0%}"))
-    told = "; ".join(f"{n}s: the first {most} times, {once} of the distinct ones once"
+    told = "; ".join(f"{n}s: the most frequent one {most} times, {once} of them once"
                      for n, _, _, most, once in rows)
-    return Picture(fig, f"Rank-frequency lines of {counted.tokens:,} tokens, falling almost "
-                   f"straight on logarithmic axes. {told}.",
-                   f"In {counted.tokens:,} tokens a few n-grams are met very often and most of "
-                   f"them once. {told[0].upper()}{told[1:]}.",
+    return Picture(fig, f"Rank-frequency lines of {counted.tokens:,} tokens, falling, on "
+                   f"logarithmic axes. {told}.",
+                   f"In {counted.tokens:,} tokens a few n-grams are met very often, most of them "
+                   f"once. {told[0].upper()}{told[1:]}.",
                    ("order", "look-ups", "distinct", "most frequent", "met once"), tuple(rows))
 
 

@@ -25,7 +25,7 @@ from IPython.display import Code
 import labkit
 from labkit.exercises import check
 
-assert re and unicodedata                     # for your code in exercise 2.2
+assert check and re and unicodedata              # what the exercises need
 lab = labkit.load("mini")
 c = lab.config
 print(lab, "\nEngram in layers", c.engram_layer_ids)
@@ -36,6 +36,13 @@ print(lab, "\nEngram in layers", c.engram_layer_ids)
 # An Engram layer looks at the token and those just before it: the last two tokens are
 # a 2-gram, the last three a 3-gram, up to N = 4. Each n-gram is hashed by E = 2 heads,
 # every one of which has a table of its own. The tables lie end to end in one tensor.
+#
+# The hash is three operations on whole numbers. Each token's class (section 2) is
+# multiplied by a large odd number that belongs to its place in the n-gram; the products
+# are joined by XOR; the remainder modulo the table's prime is the row. Another layer
+# has other multipliers, another head another prime. Nothing of it is learnt, and all
+# of it is known before the model has computed anything: a large table can stay in slow
+# memory, and its rows be fetched in time.
 #
 # **Predict.** Layer 1 of `mini` has 30,106 rows. How many of them does it read for one
 # token?
@@ -86,18 +93,12 @@ look3, look1 = (explorer.recording.lookups(layer, 4)[0] for layer in (3, 1))
 assert look1.slots == look3.slots and look1.mix != look3.mix    # question 4
 explorer.static()
 
-# %% [markdown] id="hash"
-# The hash of an n-gram is three operations on whole numbers. Each token's class (section
-# 2) is multiplied by a large odd number that belongs to its place in the n-gram; the
-# products are joined by XOR; the remainder modulo the table's prime is the row. A new
-# layer has new multipliers, a new head a new prime. Nothing of it is learnt: the rows
-# of a text are known before the model has computed anything, so a large table can
-# stay in slow memory and its rows be fetched in time.
-
 # %% exercise="engram_rows"
 
 # %% id="source-addresses"
-from labkit.text import engram_hash   # the package's own: all layers at once, any padding
+from labkit.text import engram_hash
+
+# The package's own: all layers at once, padding, and a look-back (`history`).
 
 Code(inspect.getsource(engram_hash.addresses), language="python")
 
@@ -148,7 +149,7 @@ from labkit.viz.engram_data import class_members
 count = len(classes.unique())
 print(f"your guess {guess:,}, the model {count:,}")
 for word in (" the", " he", ".", " "):
-    print(f"{word!r:7} shares a class with", class_members(lab.tokenizer, classes, word))
+    print(f"{word!r:7} has the class of", class_members(lab.tokenizer, classes, word))
 assert count == c.engram_compressed_vocab_size
 variants = [record_engram(lab, f"It is {the} truth").rows for the in ("the", "The")]
 assert torch.equal(*variants), "same classes, same rows"
@@ -281,13 +282,6 @@ print(f"your guess {guess:+.2f}, the model {more:+.2f} bits per byte")
 assert more > 0 and (costs.more < 0).float().mean() > 0.2
 muted_over_text(costs)
 
-# %% [markdown] id="muted-read"
-# The loss is not spread evenly. A few tokens lose very much, those that the last few
-# tokens all but decide: the rest of a word, a name, the end of a phrase. Many others
-# get a little cheaper. One passage says little, so the next cell asks other kinds of
-# text, the beginnings of all six novels' held-out parts, and the record of the whole
-# of these parts.
-
 # %% id="kinds"
 import json
 
@@ -308,6 +302,10 @@ assert more[MEMORISED] > more["facts, held-out half"]
 assert more["code"] > more["novels, all held out"] > 0
 
 # %% [markdown] id="zipf"
+# The loss is not spread evenly over the passage. A few tokens lose very much, those that
+# the last few tokens all but decide: the rest of a word, a name, the end of a phrase.
+# Many others get a little cheaper.
+#
 # Facts that `mini` has read word for word lose more than facts that it has not read, and
 # code, whose phrases recur, loses more than novels. On a single page of a novel the
 # sign may be either; over all of them Engram helps.
@@ -373,7 +371,8 @@ guess = 0.5
 shares = []
 for name in ("float_multipliers", "pad_id_not_class"):
     with mutants.active(name):
-        shares.append(float((lab.trace(ids)["engram_hash_ids"] != whole).float().mean()))
+        broken = lab.trace(ids)["engram_hash_ids"]
+    shares.append(float((broken != whole).float().mean()))
 print(f"your guess {guess:.0%}, the model {sum(shares):.0%}")
 print(f"multipliers reach {max(m).bit_length()} bits, a float holds 53")
 products = classes[ids[0]] * m[0]                                # exact, in int64
