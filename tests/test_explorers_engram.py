@@ -70,7 +70,8 @@ def test_every_move_gives_the_picture_of_the_new_state(lab, capsys):
     seconds, texts = [], []
     moves = [("token", 3), ("token", 0), ("layer", 4), ("token", 8),
              ("text", "THE rain & the <sea>"), ("token", 2), ("layer", 1),
-             ("text", TEXT * 4), ("token", 60), ("token", 5), ("text", TEXT), ("token", 4), ("layer", 4)]
+             ("text", TEXT * 4), ("token", 60), ("token", 5), ("text", TEXT),
+             ("token", 4), ("layer", 4)]
     for control, value in moves:
         before = drawn(explorer.figure)
         getattr(explorer, control).value = value
