@@ -25,7 +25,6 @@ from IPython.display import Code
 import labkit
 from labkit.exercises import check
 
-assert check and re and unicodedata              # what the exercises need
 lab = labkit.load("mini")
 c = lab.config
 print(lab, "\nEngram in layers", c.engram_layer_ids)
