@@ -64,7 +64,7 @@ def collisions(counted: Census, rows: int) -> Picture:
                     line={"color": NEUTRAL, "width": 2, "dash": "dash"})
     for order in counted.ngrams:
         fig.add_scatter(
-            name=f"measured, {ORDERS[order].label}s", mode="markers",
+            name=f"measured, {ORDERS[order].label}s", mode="markers", cliponaxis=False,
             marker={"color": ORDERS[order].colour, "symbol": f"{SYMBOLS[order]}-open", "size": 9,
                     "line": {"width": 2}},
             hovertemplate="%{customdata[0]:,} distinct: %{customdata[1]:.2%}<extra></extra>")

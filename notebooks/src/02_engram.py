@@ -69,6 +69,7 @@ assert read.shape == (c.engram_max_ngram_size - 1, c.engram_n_heads) == (3, 2)
 # 2. Write *The* for *a*, then *the*. Do the rows change?
 # 3. Change one word. For how many tokens behind it do rows change?
 # 4. Compare layers 1 and 3 at one token: which of class, mix and rows differ?
+# 5. At token 3 the 3-gram and the 4-gram have the same XOR. Which class makes it so?
 
 # %% id="explorer"
 from labkit.explorers.engram import EngramExplorer
@@ -90,6 +91,8 @@ explorer.text.value, explorer.token.value = text, 4
 assert torch.equal(explorer.recording.rows, before)
 look3, look1 = (explorer.recording.lookups(layer, 4)[0] for layer in (3, 1))
 assert look1.slots == look3.slots and look1.mix != look3.mix    # question 4
+bos, three, four = (recording.slot(0).number, *recording.lookups(1, 3)[1:])
+assert bos == 0 and three.mix == four.mix and three.rows != four.rows   # question 5
 explorer.static()
 
 # %% exercise="engram_rows"
