@@ -127,7 +127,7 @@ def pad_id_not_class() -> list[Patch]:
 
 
 @mutant("Engram", "The hash multipliers pass through a 64-bit float.",
-        "Multipliers exceed 2^53: JSON and JavaScript numbers, or numpy floats, round them.",
+        "JSON and JavaScript numbers round what exceeds 2^53: multipliers of few classes do.",
         "engram_hash_ids against exact integers")
 def float_multipliers() -> list[Patch]:
     from labkit.text import engram_hash

@@ -40,9 +40,11 @@ def engram_offsets(config: ModelConfig) -> list[list[int]]:
 
 
 def engram_multipliers(layer: int, classes: int, N: int) -> list[int]:
-    """The N odd multipliers of model layer `layer`, as Python ints (they exceed 2**53).
+    """The N odd multipliers of model layer `layer`, as Python ints.
 
-    Drawn so that class * multiplier < 2**63 for every class below `classes`.
+    Drawn so that class * multiplier < 2**63 for every class below `classes`. The products need
+    all these bits; the multipliers alone pass 2**53, where a float begins to round, only with
+    fewer than 1,024 classes (released: 99,092 classes, multipliers below 2**47).
     """
     half = ((2**63 - 1) // classes) // 2
     drawn = np.random.default_rng(10007 * layer).integers(0, half, N, dtype=np.int64)

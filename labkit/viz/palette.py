@@ -50,6 +50,34 @@ PROBABILITY = {
     "model": Mark("the model's probability", "#0072B2", "wide bar"),
     "sampled": Mark("after temperature, top-k, top-p", "#E69F00", "narrow bar", "/"),
 }
+SELECTION = {  # how entries are chosen
+    "index": Mark("index", "#0072B2", "solid line, plain bar, circle"),
+    "best": Mark("best possible", "#009E73", "dashed line, diamond"),
+    "random": Mark("at random", "#CC79A7", "dotted line, triangle"),
+    "left": Mark("left out by the index", "#E69F00", "hatched bar", "/"),
+}
+DESIGNS = {  # who scores entries
+    "all": Mark("every layer reads all entries", "#E69F00", "dotted line"),
+    "own": Mark("every layer has its own index", "#D55E00", "dashed line"),
+    "shared": Mark("index sources only", "#56B4E9", "solid line"),
+    "pool": Mark("index sources and pool", "#009E73", "solid line, circles"),
+}
+ROUNDING = {  # the recipes of `labkit.numerics.blocks`, by what they round
+    "fp8": Mark("FP8: window", "#0072B2", "E4M3, block 32", "/"),
+    "mxfp4": Mark("MXFP4: index", "#CC79A7", "E2M1, block 32", "x"),
+    "nvfp4": Mark("NVFP4: entries", "#E69F00", "E2M1, block 16", "-"),
+}
+ORDERS = {  # n-grams by their order
+    2: Mark("2-gram", "#0072B2", "2"),
+    3: Mark("3-gram", "#E69F00", "3", "/"),
+    4: Mark("4-gram", "#009E73", "4", "x"),
+    5: Mark("5-gram", "#CC79A7", "5", "-"),
+    6: Mark("6-gram", "#000000", "6", "|"),
+}
+MUTED = {  # what a token costs when a part is switched off
+    "more": Mark("costs more when muted", "#E69F00", "above the text", "/"),
+    "less": Mark("costs less when muted", "#0072B2", "below the text"),
+}
 
 # Machado, Oliveira, Fernandes (2009), severity 1: what is left of a colour, on linear RGB.
 COLOUR_VISION = {
@@ -110,22 +138,3 @@ def contrast(first: str, second: str) -> float:
     """WCAG contrast ratio of two colours, 1 to 21."""
     dark, light = sorted(_apply(_TO_XYZ, linear_rgb(c))[1] for c in (first, second))
     return (light + 0.05) / (dark + 0.05)
-
-
-SELECTION = {  # how entries are chosen
-    "index": Mark("index", "#0072B2", "solid line, plain bar, circle"),
-    "best": Mark("best possible", "#009E73", "dashed line, diamond"),
-    "random": Mark("at random", "#CC79A7", "dotted line, triangle"),
-    "left": Mark("left out by the index", "#E69F00", "hatched bar", "/"),
-}
-DESIGNS = {  # who scores entries
-    "all": Mark("every layer reads all entries", "#E69F00", "dotted line"),
-    "own": Mark("every layer has its own index", "#D55E00", "dashed line"),
-    "shared": Mark("index sources only", "#56B4E9", "solid line"),
-    "pool": Mark("index sources and pool", "#009E73", "solid line, circles"),
-}
-ROUNDING = {  # the recipes of `labkit.numerics.blocks`, by what they round
-    "fp8": Mark("FP8: window", "#0072B2", "E4M3, block 32", "/"),
-    "mxfp4": Mark("MXFP4: index", "#CC79A7", "E2M1, block 32", "x"),
-    "nvfp4": Mark("NVFP4: entries", "#E69F00", "E2M1, block 16", "-"),
-}

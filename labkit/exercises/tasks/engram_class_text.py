@@ -86,7 +86,7 @@ def folds_case(text):
 MISTAKES = (
     Mistake(strips_the_lone_space, "a single space is stripped to nothing, but it stays: otherwise "
             "tokens of white space do not share a class (99,250 classes instead of 99,092).",
-            "mutant `lone_space_stripped`; public ports"),
+            "mutant `lone_space_lost`; public ports"),
     Mistake(only_nonspacing_marks, "only marks of category Mn are left out; Mc and Me go as well "
             "(99,510 classes otherwise).", "the accent-stripping recipe of many libraries"),
     Mistake(keeps_compatibility_forms, "compatibility forms are kept: NFKC comes first, it makes "

@@ -37,7 +37,8 @@ HELP = (
 )
 AFTER = """These are the gates of the run, from the streams that it really had. A gate says how much
 of the value enters a stream, not whether that helped; muting Engram shows what it is worth. The
-check cannot see the floor under the root, which keeps gradients finite: it is too small."""
+check cannot see the floor under the root, which keeps gradients finite: it is too
+small to show here."""
 
 
 def solution(streams, keys, q_weight, k_weight, eps):
@@ -96,7 +97,7 @@ def one_gate_for_all(*args):
 
 MISTAKES = (
     Mistake(without_the_root, "the sigmoid is taken of the agreement itself; between them stands "
-            "the signed root.", "mutant `engram_gate_without_root`"),
+            "the signed root.", "a formula copied without its root"),
     Mistake(without_the_sign, "the root lost the sign, so a memory that contradicts the stream "
             "opens the gate as widely as one that agrees.", "sqrt(abs(x)) alone"),
     Mistake(without_the_norms, "stream and key are not normed: the gate then grows with the length "

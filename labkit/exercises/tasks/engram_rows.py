@@ -118,11 +118,11 @@ MISTAKES = (
     Mistake(summed, "the products are added, but they are joined by XOR (a sum of two products "
             "also passes 2^63 and wraps).", "additive hashes of earlier n-gram embeddings"),
     Mistake(through_floats, "the products passed through a 64-bit float, which holds 53 bits, but "
-            "they reach 63. Stay in int64.", "mutant `float_multipliers`: JSON and JavaScript"),
+            "they reach 63. Stay in int64.", "numbers of JSON and JavaScript, numpy's default"),
     Mistake(without_offsets, "the offsets are missing, so all tables of a layer share their first "
             "rows.", "tables looked up one by one, then laid into one"),
     Mistake(zero_before_the_start, "before the start of the text stands class 0, but it is the "
-            "class of the padding id.", "mutant `pad_id_as_class`: zero-initialised buffers"),
+            "class of the padding id.", "zero-initialised buffers; mutant `pad_id_not_class`"),
 )
 
 
