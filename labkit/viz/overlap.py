@@ -48,7 +48,8 @@ def cells(values: torch.Tensor) -> dict[str, Any]:
     return {"x": [j for _ in range(n) for j in range(n)],
             "base": [i - 0.5 for i in range(n) for _ in range(n)], "y": [1.0] * (n * n),
             "marker": {"color": colours}, "text": ["" if isnan(v) else f"{v:.0%}" for v in flat],
-            "insidetextfont": {"color": [_ink(c) for c in colours]}, "customdata": flat}
+            "insidetextfont": {"color": [_ink(c) for c in colours]},
+            "customdata": [None if isnan(v) else v for v in flat]}   # JSON knows no nan
 
 
 def _hex(colour: str) -> str:
