@@ -110,3 +110,30 @@ def contrast(first: str, second: str) -> float:
     """WCAG contrast ratio of two colours, 1 to 21."""
     dark, light = sorted(_apply(_TO_XYZ, linear_rgb(c))[1] for c in (first, second))
     return (light + 0.05) / (dark + 0.05)
+
+DRAFTING = {  # a token that a draft proposes, in the eyes of draft and target
+    "target": Mark("target: p_t", "#0072B2", "wide bar"),
+    "draft": Mark("draft: p_d", "#E69F00", "narrow bar", "/"),
+    "survival": Mark("survival a, as expected", "#009E73", "diamond"),
+}
+SLOT = {  # the distribution of a slot, before and after it knows the token before its own
+    "base": Mark("base logits alone", "#56B4E9", "wide bar"),
+    "biased": Mark("with the Markov bias of the token before", "#D55E00", "narrow bar", "/"),
+}
+EMITTED = {  # where the probability of an emitted token comes from
+    "kept": Mark("drafted and kept: min(p_d, p_t)", "#56B4E9", "first part"),
+    "replaced": Mark("put in for a rejected one: max(0, p_t - p_d)", "#D55E00", "second part",
+                     "/"),
+    "target": Mark("p_t", "#000000", "bracket"),
+}
+CALIBRATION = {
+    "before": Mark("as the head says it", "#E69F00", "square"),
+    "after": Mark("with the temperatures", "#0072B2", "circle"),
+}
+POLICIES = {  # letters are the marker shapes of the figure
+    "none": Mark("no draft", "#000000", "square"),
+    "fixed": Mark("all slots", "#D55E00", "triangle-up"),
+    "threshold": Mark("a \u2265 0.5", "#56B4E9", "triangle-down"),
+    "scheduler": Mark("prefix scheduler", "#009E73", "diamond"),
+    "delayed": Mark("delayed budget", "#E69F00", "circle"),
+}
