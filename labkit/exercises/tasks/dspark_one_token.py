@@ -121,7 +121,8 @@ def cases(lab: Lab) -> Iterator[Case]:
         steps = record(lab, "She was not at all", 12, sampling, seed=2).steps
         pairs = [(t, d) for s in steps for t, d in zip(s.targets, s.drafts, strict=False)]
         p_t, p_d = max(pairs, key=lambda pair: float((pair[0] - pair[1]).abs().sum()))
-        yield Case(what, (p_t, p_d, int((p_d - p_t).argmax())))
+        more = p_d - p_t
+        yield Case(what, (p_t, p_d, int((more if bool((more > 0).any()) else p_d).argmax())))
         if sampling.temperature == 1:
             likeliest = int((p_t - p_d).argmax())
             if p_d[likeliest] > 0:

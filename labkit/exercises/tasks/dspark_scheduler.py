@@ -151,7 +151,7 @@ def cases(lab: Lab) -> Iterator[Case]:
     # A step takes as long as 8 tokens, and one for each that it reads.
     smooth = StepRate({b: 1 / (8 + b) for b in range(1, 65)})
     yield Case("three requests on a smooth curve",
-               ([[0.45, 0.4, 0.1], [0.95, 0.9, 0.85, 0.3], [0.6, 0.2]], smooth))
+               ([[0.45, 0.4, 0.1], [0.95, 0.9, 0.85, 0.3], [0.6, 0.5]], smooth))
     stairs = StepRate({b: (1.0, 0.36, 0.36)[min(b, 3) - 1] for b in range(1, 4)})
     yield Case("a curve on which the first slot does not pay, but two together would",
                ([[1.0, 1.0]], stairs))
