@@ -27,7 +27,7 @@ class LoadExplorer(Explorer):
         load = next(iter(self.loads.values()))
         wide, style = widgets.Layout(width="560px"), {"description_width": "90px"}
         self.requests = widgets.IntSlider(
-            min=1, max=load.largest, value=requests, description="requests R", layout=wide,
+            min=1, max=load.rates.largest, value=requests, description="requests R", layout=wide,
             style=style, tooltip="requests in a step; arrow keys move it by one")
         self.kind = widgets.Dropdown(options=list(load.kinds), value=kind or load.kinds[0],
                                      description="text", layout=wide, style=style)

@@ -73,7 +73,7 @@ class SpeculationExplorer(Explorer):
 
     def _again(self, change: Any) -> None:
         """Another text; the slider goes back to its first step."""
-        before = getattr(self, "recording", None)
+        before = self.recording
         try:
             self._record()
         except InputError as error:

@@ -22,7 +22,7 @@ def throughput(load: Load, kind: str, requests: int, step: int,
     import plotly.graph_objects as go
 
     choices = load.choices(kind, requests)
-    across = load.largest * (1 + load.slots)
+    across = load.rates.largest * (1 + load.slots)
     marks, highest = [round(across * i / 6) for i in range(7)], highest or load.highest
     ticks = _ticks(highest)
     fig = go.Figure(layout=base_layout(

@@ -2,18 +2,19 @@
 
 A step of R requests is made of R proposals that the draft really made on held-out text, with
 what became of them. The policies see the calibrated survivals alone; how many tokens a step
-gives is then known twice, as expected and as it was. A step of B tokens takes 1 / SPS(B)
-seconds, by the rates that were measured.
+gives is then known twice, as expected and as it was. A step of R requests and B tokens takes
+1 / SPS seconds, by rates that were measured on this machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
 
+from labkit.engine.batching import Measured
 from labkit.engine.calibration import calibrated
 from labkit.engine.scheduling import (
     DelayedBudget,
@@ -60,31 +61,69 @@ class Mean:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """Steps a second. with_draft: R -> SPS of B = R .. R (1 + n); plain: R -> without the draft;
+    largest: R up to which both are known."""
+
+    with_draft: Callable[[int], StepRate]
+    plain: Callable[[int], float]
+    largest: int
+
+
+def pooled(measured: Sequence[Measured], plain: Sequence[Measured]) -> Rates:
+    """As measured: one curve over B for all R, times of the same B averaged."""
+    seconds: list[dict[int, list[float]]] = [{}, {}]
+    for found, points in zip((measured, plain), seconds, strict=True):
+        for m in found:
+            points.setdefault(m.tokens, []).append(m.seconds)
+    one, other = (StepRate({b: len(s) / sum(s) for b, s in points.items()}) for points in seconds)
+    return Rates(lambda requests: one, other, max(m.requests for m in measured))
+
+
+def plane(measured: Sequence[Measured], plain: Sequence[Measured], slots: int) -> Rates:
+    """seconds = fixed + each_request * R + each_token * B, by least squares.
+
+    A few measured steps scatter. On a plane that does not fall with B, throughput has one summit.
+    """
+    fixed, request, token = _fit([[1.0, m.requests, m.tokens] for m in measured],
+                                 [m.seconds for m in measured])
+    base, each = _fit([[1.0, m.requests] for m in plain], [m.seconds for m in plain])
+    least = min(m.seconds for m in (*measured, *plain)) / 10        # no step takes no time
+
+    @cache
+    def with_draft(requests: int) -> StepRate:
+        return StepRate({b: 1 / max(least, fixed + request * requests + max(0.0, token) * b)
+                         for b in range(requests, requests * (1 + slots) + 1)})
+
+    return Rates(with_draft, lambda requests: 1 / max(least, base + each * requests),
+                 max(m.requests for m in measured))
+
+
+def _fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Least squares: one coefficient for each column."""
+    x, y = torch.tensor(rows, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64)
+    return torch.linalg.lstsq(x, y[:, None]).solution[:, 0].tolist()
+
+
+@dataclass(frozen=True)
 class Load:
-    """Proposals by kind of text, and step rates with the draft and without it.
+    """Proposals by kind of text, and step rates.
 
     pools  kind -> (survivals [N][n], number of drafts that survived [N])
     """
 
     pools: Mapping[str, tuple[list[list[float]], list[int]]]
-    rate: StepRate
-    plain: StepRate
-    policies: Mapping[str, Policy] = field(init=False)
+    rates: Rates
 
-    def __post_init__(self) -> None:
-        n = len(next(iter(self.pools.values()))[0][0])
-        object.__setattr__(self, "policies", {
-            "none": NoDraft(), "fixed": Fixed(n), "threshold": Threshold(LEAST),
-            "scheduler": PrefixScheduler(self.rate), "delayed": DelayedBudget(self.rate, DELAY)})
+    def policies(self, requests: int) -> dict[str, Policy]:
+        """By their names in `palette.POLICIES`; those that count with rates have those of R."""
+        rate = self.rates.with_draft(requests)
+        return {"none": NoDraft(), "fixed": Fixed(self.slots), "threshold": Threshold(LEAST),
+                "scheduler": PrefixScheduler(rate), "delayed": DelayedBudget(rate, DELAY)}
 
     @property
     def slots(self) -> int:
         return len(next(iter(self.pools.values()))[0][0])
-
-    @property
-    def largest(self) -> int:
-        """Most requests for which every B was measured."""
-        return min(self.rate.largest // (1 + self.slots), self.plain.largest)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -105,14 +144,13 @@ class Load:
 
     def choices(self, kind: str, requests: int) -> dict[str, list[Choice]]:
         """Policy -> what it does in each of STEPS steps, one behind the other."""
-        if not 1 <= requests <= self.largest:
+        if not 1 <= requests <= self.rates.largest:
             raise InputError(f"{requests} requests: the rates were measured for 1 to "
-                             f"{self.largest}")
+                             f"{self.rates.largest}")
         batches = [self.batch(kind, requests, step) for step in range(STEPS)]
         found: dict[str, list[Choice]] = {}
-        for name, policy in self.policies.items():
-            policy.reset()
-            rate = self.plain if name == "none" else self.rate
+        known = self.rates.with_draft(requests)
+        for name, policy in self.policies(requests).items():
             found[name] = []
             for rows, outcomes in batches:
                 lengths = policy.lengths(rows)
@@ -122,51 +160,36 @@ class Load:
                                                                          strict=True))
                 observed = requests + sum(min(n, k) for n, k in zip(lengths, outcomes,
                                                                     strict=True))
-                found[name].append(Choice(tuple(lengths), tokens, expected, observed,
-                                          rate(tokens)))
+                rate = self.rates.plain(requests) if name == "none" else known(tokens)
+                found[name].append(Choice(tuple(lengths), tokens, expected, observed, rate))
         return found
 
     def curve(self, kind: str, requests: int, step: int) -> list[tuple[int, float]]:
         """(B, tau * SPS(B)) as the best slots are admitted one by one, from B = R on."""
-        rows, _ = self.batch(kind, requests, step)
+        rows, rate = self.batch(kind, requests, step)[0], self.rates.with_draft(requests)
         tokens, tau = requests, float(requests)
-        found = [(tokens, tau * self.rate(tokens))]
+        found = [(tokens, tau * rate(tokens))]
         for a, _, _ in best_first(rows):
             tokens, tau = tokens + 1, tau + a
-            found.append((tokens, tau * self.rate(tokens)))
+            found.append((tokens, tau * rate(tokens)))
         return found
 
     @cached_property
     def highest(self) -> float:
         """More tokens a second than any curve reaches: the end of a fixed axis."""
-        most = max(y for kind in self.kinds for requests in range(1, self.largest + 1)
-                   for step in range(STEPS) for _, y in self.curve(kind, requests, step))
-        return 1.05 * max(most, *(b * self.plain(b) for b in range(1, self.largest + 1)))
+        loads = range(1, self.rates.largest + 1)
+        most = max(y for kind in self.kinds for requests in loads for step in range(STEPS)
+                   for _, y in self.curve(kind, requests, step))
+        return 1.05 * max(most, *(r * self.rates.plain(r) for r in loads))
 
 
-def load(trials: Mapping[str, Trials], temperatures: Sequence[float], rate: StepRate,
-         plain: StepRate) -> Load:
+def load(trials: Mapping[str, Trials], temperatures: Sequence[float], rates: Rates) -> Load:
     """trials: by kind of text, what the draft proposed there."""
     pools = {}
     for kind, found in trials.items():
         a = calibrated(found.confidence_logits, temperatures).cumprod(-1)       # [N,n]
         pools[kind] = (a.tolist(), found.survived.sum(1).tolist())
-    return Load(pools, rate, plain)
-
-
-def straight(rate: StepRate) -> StepRate:
-    """The same points on a line, seconds = fixed + each * B, by least squares.
-
-    A few measured steps scatter; along a line of which `each` is not negative, throughput has
-    one summit.
-    """
-    tokens = torch.tensor([float(b) for b in rate.points], dtype=torch.float64)
-    seconds = torch.tensor([1 / r for r in rate.points.values()], dtype=torch.float64)
-    off, middle = tokens - tokens.mean(), seconds.mean()
-    each = max(0.0, float((off * (seconds - middle)).sum() / off.square().sum().clamp(min=1e-30)))
-    least = float(seconds.min()) / 10                   # a step never takes no time
-    return StepRate({int(b): 1 / max(least, float(middle) + each * float(o))
-                     for b, o in zip(tokens, off, strict=True)})
+    return Load(pools, rates)
 
 
 def mean(choices: Sequence[Choice]) -> Mean:

@@ -42,10 +42,10 @@ HELP = (
         ...
     ```""",
 )
-AFTER = """The search stops early on purpose. A search of the whole curve finds more on a jagged one,
-but then a slot may be admitted because of a slot behind it, whose confidence depends on the token
-drafted before: some tokens are verified oftener than others, and the text is biased. The check
-cannot see that bias, since it looks at lengths; the coin below makes it visible."""
+AFTER = """The search stops early on purpose. A search of the whole curve finds more on a jagged
+one, but then a slot may be admitted because of a slot behind it, whose confidence depends on the
+token drafted before: some tokens are verified oftener than others, and the text is biased. The
+check cannot see that bias, since it looks at lengths; the coin below makes it visible."""
 
 
 def solution(survival, rate):

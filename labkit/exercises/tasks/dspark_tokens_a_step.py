@@ -33,7 +33,7 @@ HELP = (
     return expected
     ```""",
 )
-AFTER = """This is what a scheduler counts with, and tokens a step times steps a second is speed. The
+AFTER = """This is what a scheduler counts with: tokens a step times steps a second is speed. The
 check cannot see whether the confidences are true: with c too high the formula is right and the
 promise is not, which is why they are calibrated."""
 
