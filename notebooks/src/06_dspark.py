@@ -78,10 +78,11 @@ run, block = lab.trace(ids), lab.draft(ids, [a])
 names = [f"layers.{i}.streams_after_engram" for i in layers]           # [B,T,C,D] each
 features = torch.cat([run[name].mean(2) for name in names], dim=-1)
 assert torch.allclose(features, block["dspark.target_features"], atol=1e-5)
-alone = lab.draft(ids[: a + 1], [a])                   # the text behind it cut off
+exact = labkit.load("mini", dtype=torch.float64)       # where rounding must not matter
+whole, alone = (exact.draft(ids[:end], [a]) for end in (len(ids), a + 1))
 for name in ("base_logits", "confidence_logits"):
-    x, y = block[f"dspark.{name}"], alone[f"dspark.{name}"]
-    assert torch.allclose(x, y, atol=1e-4), "the draft reads nothing behind its anchor"
+    x, y = whole[f"dspark.{name}"], alone[f"dspark.{name}"]
+    assert torch.allclose(x, y, atol=1e-9), "the draft reads nothing behind its anchor"
     print(f"{name:18} {list(x.shape)}")
 
 # %% [markdown] id="guess-markov"
@@ -233,12 +234,12 @@ for _ in range(8000):
     first = id_ if verdict.accepted else verdict.next_id
     counts[first if first in law else "others"] += 1
 found = chi_square(counts, law)
-print(f"statistic {found.statistic:.1f}, limit {found.limit:.1f} (right code exceeds it "
-      f"with {ALPHA}); off by {found.detectable:.1%} would be noticed with {POWER:.0%}")
+print(f"statistic {found.statistic:.1f}, limit {found.limit:.1f} (right code exceeds "
+      f"it with {ALPHA}); a law that is off by {found.detectable:.1%} would be noticed "
+      f"with {POWER:.0%}")
 assert found.statistic < found.limit and sum(counts.values()) == 8000
 
 # %% id="greedy-same"
-exact = labkit.load("mini", dtype=torch.float64)
 plain, fast = (exact.generate("It is a truth universally acknowledged", 24,
                               temperature=0, speculative=s) for s in (False, True))
 assert fast.ids == plain.ids
@@ -267,16 +268,16 @@ apart = {}
 for part in ("", "windows", "remainder", "lookback", "entries"):
     fault = mutants.active(f"rewind_forgets_{part}") if part else nullcontext()
     with fault, torch.no_grad():
-        drafted, never = lab.session(), lab.session()
+        drafted, never = exact.session(), exact.session()
         drafted.prefill(ids[:-2]), never.prefill(ids[:-2])
-        out, = engine.verify(lab.model, drafted.cache, [request], [wrong], [n], V)
+        out, = engine.verify(exact.model, drafted.cache, [request], [wrong], [n], V)
         never.decode(ids[-2])
         assert out.accepted == 0 and len(out.ids) == 1
         x, y = (s.prefill([*out.ids, *ids[1:4]]) for s in (drafted, never))
     apart[part or "nothing"] = float((x - y).abs().max() / y.abs().max())
 print({part: f"{value:.1e}" for part, value in apart.items()})
-assert apart["nothing"] < 1e-3
-assert all(apart[part] > 10 * apart["nothing"] for part in ("windows", "lookback"))
+assert apart["nothing"] < 1e-6
+assert all(apart[part] > 1e-3 for part in ("windows", "lookback"))
 
 # %% [markdown] id="guess-calibration"
 # ## 6. Are the confidences true?
@@ -313,7 +314,7 @@ logits = trials["prose"].confidence_logits[:, 4]
 order = logits.argsort()
 assert (torch.sigmoid(logits / temperatures[4])[order].diff() >= 0).all()
 for kind, t in trials.items():
-    print(f"{kind}: a step keeps {t.accepted:.2f} drafts and gives {1 + t.accepted:.2f}")
+    print(f"{kind}: a step keeps {t.accepted:.2f} drafts, gives {1 + t.accepted:.2f}")
     assert (t.survived[:, 1:] <= t.survived[:, :-1]).all()
 
 # %% [markdown] id="temperatures"
@@ -345,8 +346,8 @@ assert {m.requests for m in drafting} == {m.requests for m in without} == {1, 4,
 for m in drafting:
     if m.tokens in (m.requests, m.requests * (1 + n)):
         on_plane = 1 / fitted.rates.with_draft(m.requests)(m.tokens)
-        print(f"R = {m.requests:2}, B = {m.tokens:2}: {1000 * m.seconds:6.1f} ms measured, "
-              f"{1000 * on_plane:6.1f} ms on the plane")
+        print(f"R = {m.requests:2}, B = {m.tokens:2}: {1000 * m.seconds:6.1f} ms "
+              f"measured, {1000 * on_plane:6.1f} ms on the plane")
 
 # %% [markdown] id="guess-load"
 # The policies: no draft; all slots; slots with a of at least 0.5; the *prefix
@@ -374,7 +375,8 @@ for R in (1, 4, 12):
     choices = fitted.choices("half and half", R)
     best = max(y for _, y in fitted.curve("half and half", R, 5))
     assert abs(choices["scheduler"][5].throughput - best) < 1e-9 * best
-    assert choices["none"][5].expected == R and choices["fixed"][5].tokens == R * (1 + n)
+    assert choices["none"][5].expected == R
+    assert choices["fixed"][5].tokens == R * (1 + n)
 loads.kind.value, loads.requests.value = "half and half", 12
 print(f"the last move took {loads.seconds * 1000:.0f} ms")
 loads.static()
@@ -438,7 +440,7 @@ changed = sum(x != y for x, y in zip(plain.ids, broken.ids, strict=True))
 print(f"your guess {guess}, the model {changed}: the target judges")
 for name, t in kept.items():
     share = ", ".join(f"{s:.0%}" for s in t.survived.double().mean(0).tolist())
-    print(f"code, {name}: a step keeps {t.accepted:.2f} drafts (survived by slot: {share})")
+    print(f"code, {name}: keeps {t.accepted:.2f} a step; survived by slot {share}")
 difference = (late["dspark.markov_logits"] - other["dspark.markov_logits"]).abs()
 first = int(difference[0].amax(-1).gt(1e-4).nonzero()[0]) + 1
 print(f"the Markov bias first differs in slot {first}")

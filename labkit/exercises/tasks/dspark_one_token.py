@@ -18,18 +18,20 @@ NUMBER, TITLE, FUNCTION = "6.1", "Keep it, or what instead", "judge_token"
 MINUTES, DIFFICULTY, IMPORTANCE = 15, 2, 5
 TOLERANCE = 1e-9
 OBJECTIVE = """
-The draft drew the token `id` from its distribution p_d; the target says p_t. Return two things:
-the probability with which the token is kept, and the distribution from which another token is
-drawn if it is not. Together they must make the emitted token follow p_t exactly:
-the token is kept with min(1, p_t / p_d); the replacement comes from the part of p_t that p_d does
-not cover, scaled to the sum 1. If p_d covers all of it, nothing is ever rejected: return p_t then.
+The draft drew the token `id` from its distribution p_d; the target says p_t. Return
+two things: the probability with which the token is kept, and the distribution from
+which another token is drawn if it is not. Together they must make the emitted token
+follow p_t exactly: the token is kept with min(1, p_t / p_d); the replacement comes
+from the part of p_t that p_d does not cover, scaled to the sum 1. If p_d covers all
+of it, nothing is ever rejected: return p_t then.
 """
 HELP = (
-    """Of the probability p_t(v), how much is served by drafts that are kept? The draft proposes v
-    with p_d(v), and what is kept of that may not exceed p_t(v). What is still missing must come
-    from the replacements.""",
-    """`(p_t - p_d).clamp(min=0)` is the missing part of every token. Its sum is the probability of
-    a rejection, so divide by it to get a distribution; take care of the sum 0.""",
+    """Of the probability p_t(v), how much is served by drafts that are kept? The draft
+    proposes v with p_d(v), and what is kept of that may not exceed p_t(v). What is
+    still missing must come from the replacements.""",
+    """`(p_t - p_d).clamp(min=0)` is the missing part of every token. Its sum is the
+    probability of a rejection, so divide by it to get a distribution; take care of
+    the sum 0.""",
     """```python
     keep = min(1.0, float(p_t[id] / ...))
     missing = (...).clamp(min=0.0)
@@ -37,10 +39,10 @@ HELP = (
     return keep, ... if total > 0 else p_t
     ```""",
 )
-AFTER = """Kept and replaced drafts add up to p_t for every token, however bad the draft is: that is
-why a draft can be changed, or broken, without changing what is written. The check cannot see
-whether your draws are independent: a seed that is used for the draft *and* for the decision would
-spoil the law with these formulas unchanged."""
+AFTER = """Kept and replaced drafts add up to p_t for every token, however bad the draft is: that
+is why a draft can be changed, or broken, without changing what is written. The check
+cannot see whether your draws are independent: a seed that is used for the draft *and*
+for the decision would spoil the law with these formulas unchanged."""
 
 
 def solution(p_t, p_d, id):

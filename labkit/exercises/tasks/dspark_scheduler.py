@@ -16,20 +16,21 @@ NUMBER, TITLE, FUNCTION = "6.3", "The prefix scheduler", "verify_lengths"
 MINUTES, DIFFICULTY, IMPORTANCE = 25, 4, 4
 TOLERANCE = 0.0
 OBJECTIVE = """
-R requests share a step. Each has drafted some slots with survivals a_1 >= a_2 >= ...; `rate(B)`
-says how many steps a second the machine makes with B tokens in a step. Choose how many slots of
-each request are verified. Begin with none: B = R tokens are read and tau = R tokens come out for
-certain. Go through the slots of all requests, likeliest first (of equal ones the earlier slot,
-then the earlier request). Admit a slot if it raises tau * rate(B), where it adds 1 to B and its a
-to tau. The first slot that does not ends the search.
+R requests share a step. Each has drafted some slots with survivals a_1 >= a_2 >= ...;
+`rate(B)` says how many steps a second the machine makes with B tokens in a step.
+Choose how many slots of each request are verified. Begin with none: B = R tokens are
+read and tau = R tokens come out for certain. Go through the slots of all requests,
+likeliest first (of equal ones the earlier slot, then the earlier request). Admit a
+slot if it raises tau * rate(B), where it adds 1 to B and its a to tau. The first slot
+that does not ends the search.
 """
 HELP = (
-    """Make one list of all slots with their request, sort it, and walk through it. As survivals
-    of a request never rise, its slots come in their own order: any beginning of the list is a
-    valid set of prefixes.""",
-    """Python sorts tuples by their first element, then by the second: `(-a, slot, request)` gives
-    the order asked for. Keep the best throughput so far and `break` at the first slot that does
-    not exceed it, even where a later one might.""",
+    """Make one list of all slots with their request, sort it, and walk through it. As
+    survivals of a request never rise, its slots come in their own order: any
+    beginning of the list is a valid set of prefixes.""",
+    """Python sorts tuples by their first element, then by the second: `(-a, slot, request)`
+    gives the order asked for. Keep the best throughput so far and `break` at the
+    first slot that does not exceed it, even where a later one might.""",
     """```python
     slots = sorted((-a, slot, request) for request, row in enumerate(survival)
                    for slot, a in enumerate(row))
@@ -43,15 +44,16 @@ HELP = (
     ```""",
 )
 AFTER = """The search stops early on purpose. A search of the whole curve finds more on a jagged
-one, but then a slot may be admitted because of a slot behind it, whose confidence depends on the
-token drafted before: some tokens are verified oftener than others, and the text is biased. The
-check cannot see that bias, since it looks at lengths; the coin below makes it visible."""
+one, but then a slot may be admitted because of a slot behind it, whose confidence
+depends on the token drafted before: some tokens are verified oftener than others, and
+the text is biased. The check cannot see that bias, since it looks at lengths; the
+coin below makes it visible."""
 
 
 def solution(survival, rate):
     """How many slots of each request are verified.
 
-    survival: for every request its a_1 >= a_2 >= ..; rate(B): steps a second with B tokens.
+    survival: every request's a_1 >= a_2 >= ..; rate(B): steps a second of B tokens.
     """
     slots = sorted((-a, slot, request) for request, row in enumerate(survival)
                    for slot, a in enumerate(row))

@@ -15,16 +15,16 @@ NUMBER, TITLE, FUNCTION = "6.2", "Tokens a step", "tokens_of_step"
 MINUTES, DIFFICULTY, IMPORTANCE = 10, 2, 4
 TOLERANCE = 1e-9
 OBJECTIVE = """
-The confidence c_k of slot k is the probability that its token is accepted *if all tokens before
-it were*. One request sends all its slots to the target. How many tokens will the step give on
-average? Count every accepted draft, and the token that the target adds in any case: a replacement
-or a bonus.
+The confidence c_k of slot k is the probability that its token is accepted *if all
+tokens before it were*. One request sends all its slots to the target. How many tokens
+will the step give on average? Count every accepted draft, and the token that the
+target adds in any case: a replacement or a bonus.
 """
 HELP = (
-    """Expectations add up: ask for each slot alone with which probability its token enters the
-    text, then sum. When does the token of slot 3 enter the text?""",
-    """Slot k counts only if slots 1 to k were all accepted: c_1 * c_2 * ... * c_k. The target's own
-    token is there in every step, also in one without drafts.""",
+    """Expectations add up: ask for each slot alone with which probability its token enters
+    the text, then sum. When does the token of slot 3 enter the text?""",
+    """Slot k counts only if slots 1 to k were all accepted: c_1 * c_2 * ... * c_k. The
+    target's own token is there in every step, also in one without drafts.""",
     """```python
     expected, alive = 1.0, 1.0
     for c in confidences:
@@ -34,12 +34,12 @@ HELP = (
     ```""",
 )
 AFTER = """This is what a scheduler counts with: tokens a step times steps a second is speed. The
-check cannot see whether the confidences are true: with c too high the formula is right and the
-promise is not, which is why they are calibrated."""
+check cannot see whether the confidences are true: with c too high the formula is
+right and the promise is not, which is why they are calibrated."""
 
 
 def solution(confidences):
-    """Expected number of tokens that a step gives; confidences: floats c_1..c_n, maybe none."""
+    """Expected number of tokens of a step; confidences: floats c_1..c_n, maybe none."""
     expected, alive = 1.0, 1.0
     for c in confidences:
         alive = alive * c
