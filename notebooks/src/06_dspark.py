@@ -235,8 +235,8 @@ for _ in range(8000):
     counts[first if first in law else "others"] += 1
 found = chi_square(counts, law)
 print(f"statistic {found.statistic:.1f}, limit {found.limit:.1f} (right code exceeds "
-      f"it with {ALPHA}); a law that is off by {found.detectable:.1%} would be noticed "
-      f"with {POWER:.0%}")
+      f"it with {ALPHA});\na law that is off by {found.detectable:.1%} would be "
+      f"noticed with {POWER:.0%}")
 assert found.statistic < found.limit and sum(counts.values()) == 8000
 
 # %% id="greedy-same"
