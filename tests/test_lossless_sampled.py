@@ -11,7 +11,6 @@ from collections import Counter
 
 import pytest
 import torch
-from chance import chi_square
 
 import labkit
 from labkit.cache.rows import join, select
@@ -19,6 +18,7 @@ from labkit.engine.sampling import Sampling, distribution
 from labkit.engine.scheduling import DelayedBudget, StepRate
 from labkit.engine.session import Session
 from labkit.engine.speculation import Request, propose, verify
+from labkit.mutants.chance import chi_square
 from labkit.text.prompts import prompts
 
 KINDS = (Sampling(0.7, 0, 0.95), Sampling(1.0))

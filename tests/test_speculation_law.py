@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-from chance import chi_square
 from draft_helpers import GREEDY, PLAIN, generator, model, session_of
 from reuse_helpers import text
 
@@ -12,6 +11,7 @@ from labkit.engine import speculation
 from labkit.engine.sampling import Sampling, distribution
 from labkit.engine.scheduling import Fixed, PrefixScheduler, StepRate, Threshold
 from labkit.engine.speculation import Request, propose, verify
+from labkit.mutants.chance import chi_square
 from labkit.mutants.enumeration import law
 
 TINY = 3        # only the first three ids may be drawn: every course of chance can be taken

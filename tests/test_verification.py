@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 import torch
-from chance import chi_square, detectable, limit, power
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from labkit.engine.sampling import distribution, sample
 from labkit.engine.scheduling import Fixed
 from labkit.engine.verification import Verdict, acceptance, happens, residual, verify
 from labkit.errors import InputError
+from labkit.mutants.chance import chi_square, detectable, limit, power
 from labkit.mutants.enumeration import KINDS, bias, law, plain_law, random_toy
 
 EXACT = 1e-12

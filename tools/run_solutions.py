@@ -18,7 +18,8 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks" / "solutions"
-DROPPED = ("application/vnd.jupyter.widget-view+json",)
+WIDGET = "application/vnd.jupyter.widget-view+json"
+DROPPED = ("text/latex",)              # of source code: as long as the code, and never shown
 LARGEST = 300 * 1024
 
 
@@ -62,7 +63,7 @@ def _kept(output: Any) -> Any:
         return None
     data = output.get("data")
     if data is not None:
-        if any(kind in data for kind in DROPPED):
+        if WIDGET in data:
             return None
         for kind in DROPPED:
             data.pop(kind, None)

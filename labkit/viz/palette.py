@@ -78,6 +78,32 @@ MUTED = {  # what a token costs when a part is switched off
     "more": Mark("costs more when muted", "#E69F00", "above the text", "/"),
     "less": Mark("costs less when muted", "#0072B2", "below the text"),
 }
+DRAFTING = {  # a token that a draft proposes, in the eyes of draft and target
+    "target": Mark("target: p_t", "#0072B2", "wide bar"),
+    "draft": Mark("draft: p_d", "#E69F00", "narrow bar", "/"),
+    "survival": Mark("survival a, as expected", "#009E73", "diamond"),
+}
+SLOT = {  # the distribution of a slot, before and after it knows the token before its own
+    "base": Mark("base logits alone", "#56B4E9", "wide bar"),
+    "biased": Mark("with the Markov bias of the token before", "#D55E00", "narrow bar", "/"),
+}
+EMITTED = {  # where the probability of an emitted token comes from
+    "kept": Mark("drafted and kept: min(p_d, p_t)", "#56B4E9", "first part"),
+    "replaced": Mark("put in for a rejected one: max(0, p_t - p_d)", "#D55E00", "second part",
+                     "/"),
+    "target": Mark("p_t", "#000000", "bracket"),
+}
+CALIBRATION = {
+    "before": Mark("as the head says it", "#E69F00", "square"),
+    "after": Mark("with the temperatures", "#0072B2", "circle"),
+}
+POLICIES = {  # letters are the marker shapes of the figure
+    "none": Mark("no draft", "#000000", "square"),
+    "fixed": Mark("all slots", "#D55E00", "triangle-up"),
+    "threshold": Mark("a \u2265 0.5", "#56B4E9", "triangle-down"),
+    "scheduler": Mark("prefix scheduler", "#009E73", "diamond"),
+    "delayed": Mark("delayed budget", "#E69F00", "circle"),
+}
 
 # Machado, Oliveira, Fernandes (2009), severity 1: what is left of a colour, on linear RGB.
 COLOUR_VISION = {
