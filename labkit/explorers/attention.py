@@ -66,18 +66,12 @@ class AttentionExplorer(Explorer):
         return drawing.attention_over_text(self.recording, self.layer.value, self.query.value, head)
 
     def _moved(self, change: Any) -> None:
-        """Replace numbers in the figure that is there; axes, traces and widgets stay."""
         started = time.perf_counter()
         head = self.head.value if self.head.value >= 0 else None
         look = self.recording.look(self.layer.value, self.query.value, head)
-        values = drawing.parts(self.recording, look, self._placed)
-        words = drawing.caption(self.recording, look)
-        with self.figure.batch_update():
-            for trace, new in zip(self.figure.data, values, strict=True):
-                for name, value in new.items():
-                    trace[name] = value
-            self.figure.layout.meta = {"alt": drawing.alt(self.recording, look), "caption": words}
-        self._tell(words, *drawing.table(self.recording, look))
+        self._redraw(drawing.parts(self.recording, look, self._placed),
+                     drawing.alt(self.recording, look), drawing.caption(self.recording, look),
+                     *drawing.table(self.recording, look))
         self.seconds = time.perf_counter() - started
 
     def _clicked(self, trace: Any, points: Any, state: Any) -> None:

@@ -76,9 +76,5 @@ class BlockExplorer(Explorer):
     def _moved(self, change: Any) -> None:
         started = time.perf_counter()
         view = drawing.look(self.tensors, *self._state())
-        with self.figure.batch_update():
-            for trace, new in zip(self.figure.data, view["parts"], strict=True):
-                trace.update(new)
-            self.figure.layout.meta = {"alt": view["alt"], "caption": view["caption"]}
-        self._tell(view["caption"], view["columns"], view["rows"])
+        self._redraw(view["parts"], view["alt"], view["caption"], view["columns"], view["rows"])
         self.seconds = time.perf_counter() - started

@@ -55,11 +55,6 @@ class CausalExplorer(Explorer):
     def _moved(self, change: Any) -> None:
         started = time.perf_counter()
         self.found = self._run()
-        words = drawing.caption(self.found)
-        with self.figure.batch_update():
-            for trace, new in zip(self.figure.data, drawing.parts(self.found), strict=True):
-                for name, value in new.items():
-                    trace[name] = value
-            self.figure.layout.meta = {"alt": drawing.alt(self.found), "caption": words}
-        self._tell(words, drawing.COLUMNS, drawing.table(self.found))
+        self._redraw(drawing.parts(self.found), drawing.alt(self.found),
+                     drawing.caption(self.found), drawing.COLUMNS, drawing.table(self.found))
         self.seconds = time.perf_counter() - started

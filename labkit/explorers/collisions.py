@@ -41,13 +41,8 @@ class CollisionExplorer(Explorer):
         started = time.perf_counter()
         rows = self.rows.value
         found = drawing.measure(self.counted, rows)
-        parts = drawing.collision_parts(self.counted, rows, found)
-        words = drawing.collision_caption(self.counted, rows, found)
-        with self.figure.batch_update():
-            for trace, new in zip(self.figure.data, parts, strict=True):
-                for name, value in new.items():
-                    trace[name] = value
-            self.figure.layout.meta = {"alt": drawing.collision_alt(rows, found),
-                                       "caption": words}
-        self._tell(words, drawing.COLLISION_COLUMNS, drawing.collision_rows(rows, found))
+        self._redraw(drawing.collision_parts(self.counted, rows, found),
+                     drawing.collision_alt(rows, found),
+                     drawing.collision_caption(self.counted, rows, found),
+                     drawing.COLLISION_COLUMNS, drawing.collision_rows(rows, found))
         self.seconds = time.perf_counter() - started

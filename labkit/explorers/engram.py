@@ -85,15 +85,9 @@ class EngramExplorer(Explorer):
         self.seconds = time.perf_counter() - started
 
     def _show(self) -> None:
-        """Replace numbers in the figure that is there; axes, traces and widgets stay."""
         state = self.recording, self.layer.value, self.token.value
-        words = drawing.caption(*state)
-        with self.figure.batch_update():
-            for trace, new in zip(self.figure.data, drawing.parts(*state), strict=True):
-                for name, value in new.items():
-                    trace[name] = value
-            self.figure.layout.meta = {"alt": drawing.alt(*state), "caption": words}
-        self._tell(words, *drawing.table(*state))
+        self._redraw(drawing.parts(*state), drawing.alt(*state), drawing.caption(*state),
+                     *drawing.table(*state))
 
     def _clicked(self, trace: Any, points: Any, state: Any) -> None:
         if points.point_inds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -43,6 +43,19 @@ class Explorer(ABC):
         self.view = widgets.VBox([widgets.HTML(STYLE), *controls, *body])
         self.view.add_class("labkit")
         self._tell(picture.caption, picture.columns, picture.rows)
+
+    def _redraw(self, parts: Sequence[Mapping[str, Any]], alt: str, caption: str,
+                columns: Sequence[str], rows: Sequence[Sequence[Any]],
+                layout: Mapping[str, Any] | None = None) -> None:
+        """Replace numbers in the figure that is there; axes, traces and widgets stay.
+
+        parts: what changes in each trace, in order; traces behind them stay as they are.
+        """
+        with self.figure.batch_update():
+            for trace, new in zip(self.figure.data, parts, strict=False):
+                trace.update(new)
+            self.figure.layout.update({**(layout or {}), "meta": {"alt": alt, "caption": caption}})
+        self._tell(caption, columns, rows)
 
     def _tell(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Caption and table; they say the same as the figure to those who do not see it."""

@@ -53,12 +53,7 @@ class LoadExplorer(Explorer):
         started = time.perf_counter()
         kind, requests, step = self.kind.value, self.requests.value, self.step.value
         choices = self.load.choices(kind, requests)
-        values = drawing.parts(self.load, choices, kind, requests, step)
-        words = drawing.caption(choices, kind, requests, step)
-        with self.figure.batch_update():
-            for trace, new in zip(self.figure.data, values, strict=True):
-                trace.x, trace.y = new["x"], new["y"]
-            self.figure.layout.meta = {"alt": drawing.alt(choices, kind, requests, step),
-                                       "caption": words}
-        self._tell(words, *drawing.table(choices, step))
+        self._redraw(drawing.parts(self.load, choices, kind, requests, step),
+                     drawing.alt(choices, kind, requests, step),
+                     drawing.caption(choices, kind, requests, step), *drawing.table(choices, step))
         self.seconds = time.perf_counter() - started

@@ -60,13 +60,7 @@ class PrefillExplorer(Explorer):
 
     def _moved(self, change: Any) -> None:
         started = time.perf_counter()
-        words = drawing.caption(self.run, self.full)
-        with self.figure.batch_update():
-            for trace, new in zip(self.figure.data, drawing.parts(self.config, self.run),
-                                  strict=False):      # the line between the halves stays
-                for name, value in new.items():
-                    trace[name] = value
-            self.figure.layout.meta = {"alt": drawing.alt(self.config, self.run),
-                                       "caption": words}
-        self._tell(words, drawing.COLUMNS, drawing.table(self.config, self.run, self.full))
+        self._redraw(drawing.parts(self.config, self.run), drawing.alt(self.config, self.run),
+                     drawing.caption(self.run, self.full), drawing.COLUMNS,
+                     drawing.table(self.config, self.run, self.full))
         self.seconds = time.perf_counter() - started

@@ -52,9 +52,5 @@ class RoundingExplorer(Explorer):
     def _moved(self, change: Any) -> None:
         started = time.perf_counter()
         view = drawing.look(self.chains, self.on)
-        with self.figure.batch_update():
-            for trace, new in zip(self.figure.data, view["parts"], strict=True):
-                trace.update(new)
-            self.figure.layout.meta = {"alt": view["alt"], "caption": view["caption"]}
-        self._tell(view["caption"], view["columns"], view["rows"])
+        self._redraw(view["parts"], view["alt"], view["caption"], view["columns"], view["rows"])
         self.seconds = time.perf_counter() - started

@@ -33,10 +33,6 @@ class RoutingExplorer(Explorer):
     def _moved(self, change: Any) -> None:
         started = time.perf_counter()
         at = (self.found, self.layer.value)
-        words = drawing.routing_caption(*at)
-        with self.figure.batch_update():
-            for trace, new in zip(self.figure.data, drawing.routing_parts(*at), strict=False):
-                trace.y = new["y"]
-            self.figure.layout.meta = {"alt": drawing.routing_alt(*at), "caption": words}
-        self._tell(words, drawing.COLUMNS, drawing.routing_table(*at))
+        self._redraw(drawing.routing_parts(*at), drawing.routing_alt(*at),
+                     drawing.routing_caption(*at), drawing.COLUMNS, drawing.routing_table(*at))
         self.seconds = time.perf_counter() - started

@@ -59,13 +59,8 @@ class SelectionExplorer(Explorer):
     def _moved(self, change: Any) -> None:
         started = time.perf_counter()
         ranked = self.run.ranked(self.layer.value, self.query.value, self.topk.value)
-        words = drawing.caption(self.run, ranked)
-        with self.figure.batch_update():
-            for trace, new in zip(self.figure.data, drawing.parts(ranked), strict=True):
-                for name, value in new.items():
-                    trace[name] = value
-            self.figure.layout.meta = {"alt": drawing.alt(self.run, ranked), "caption": words}
-        self._tell(words, *drawing.table(self.run, ranked))
+        self._redraw(drawing.parts(ranked), drawing.alt(self.run, ranked),
+                     drawing.caption(self.run, ranked), *drawing.table(self.run, ranked))
         self.seconds = time.perf_counter() - started
 
 
@@ -107,16 +102,10 @@ class OverlapExplorer(Explorer):
         run, measure = self.runs[self.text.value], self.measure.value
         first, last = self.queries.value
         compared, config = run.comparison, run.config
-        new = overlap.cells(compared.mean(measure, first, last))
-        words = overlap.caption(compared, config, measure, first, last)
-        with self.figure.batch_update():
-            trace = self.figure.data[0]
-            trace.marker.color = new["marker"]["color"]
-            trace.insidetextfont.color = new["insidetextfont"]["color"]
-            trace.text, trace.customdata = new["text"], new["customdata"]
-            self.figure.layout.meta = {"alt": overlap.alt(compared, measure, first, last),
-                                       "caption": words}
-        self._tell(words, *overlap.table(compared, config, first, last))
+        self._redraw([overlap.cells(compared.mean(measure, first, last))],
+                     overlap.alt(compared, measure, first, last),
+                     overlap.caption(compared, config, measure, first, last),
+                     *overlap.table(compared, config, first, last))
         self.seconds = time.perf_counter() - started
 
 
@@ -174,14 +163,9 @@ class CostExplorer(Explorer):
     def _moved(self, change: Any) -> None:
         started = time.perf_counter()
         config, context = self.config, self.context.value
-        words = selection_cost.caption(config, context) + self._memory()
-        with self.figure.batch_update():
-            for trace, new in zip(self.figure.data, selection_cost.parts(config, context),
-                                  strict=True):
-                trace.x, trace.y = new["x"], new["y"]
-            self.figure.layout.meta = {"alt": selection_cost.alt(config, context),
-                                       "caption": words}
-        self._tell(words, *selection_cost.table(config, context))
+        self._redraw(selection_cost.parts(config, context), selection_cost.alt(config, context),
+                     selection_cost.caption(config, context) + self._memory(),
+                     *selection_cost.table(config, context))
         self.seconds = time.perf_counter() - started
 
 

@@ -91,17 +91,11 @@ class SpeculationExplorer(Explorer):
         number = self.step.value - 1
         step = self.recording.steps[number]
         words = f"\u201c{self._written()}\u201d {drawing.caption(self.recording, number)}"
-        with self.figure.batch_update():
-            for trace, new in zip(self.figure.data, drawing.parts(step, self.rows), strict=True):
-                for name, value in new.items():
-                    trace[name] = value
-            self.figure.layout.yaxis.update(drawing.ticks(step, self.rows))
-            self.figure.layout.meta = {"alt": drawing.alt(self.recording, number),
-                                       "caption": words}
         stop = step.start + step.kept + 1
         self.text.value = (
             '<p class="labkit-text" style="max-width:56em;white-space:pre-wrap">'
             f"{escape(self._written())}<b>"
             f"{escape(''.join(self.recording.texts[step.start : stop]))}</b></p>")
-        self._tell(words, *drawing.table(step))
+        self._redraw(drawing.parts(step, self.rows), drawing.alt(self.recording, number), words,
+                     *drawing.table(step), layout={"yaxis": drawing.ticks(step, self.rows)})
         self.seconds = time.perf_counter() - started

@@ -42,12 +42,9 @@ class StreamsExplorer(Explorer):
     def _moved(self, change: Any) -> None:
         started = time.perf_counter()
         at = (self.run, self.token.value, self.what.value)
-        words = drawing.streams_caption(*at)
-        with self.figure.batch_update():
-            for trace, new in zip(self.figure.data, drawing.stream_parts(*at), strict=True):
-                trace.y = new["y"]
-            self.figure.layout.meta = {"alt": drawing.streams_alt(*at), "caption": words}
-        self._tell(words, drawing.STREAM_COLUMNS, drawing.streams_table(*at))
+        self._redraw(drawing.stream_parts(*at), drawing.streams_alt(*at),
+                     drawing.streams_caption(*at), drawing.STREAM_COLUMNS,
+                     drawing.streams_table(*at))
         self.seconds = time.perf_counter() - started
 
 
@@ -78,11 +75,7 @@ class SinkhornExplorer(Explorer):
         started = time.perf_counter()
         n = self.iterations.value
         rows, columns = drawing.sums(self.run, self.site.value, self.token, n, self.eps)
-        words = drawing.sinkhorn_caption(rows, columns, n)
-        with self.figure.batch_update():
-            for trace, values in zip(self.figure.data, (rows, columns), strict=False):
-                trace.y = values
-            self.figure.layout.meta = {"alt": drawing.sinkhorn_alt(rows, columns, n),
-                                       "caption": words}
-        self._tell(words, drawing.SUM_COLUMNS, drawing.sums_table(rows, columns))
+        self._redraw([{"y": rows}, {"y": columns}], drawing.sinkhorn_alt(rows, columns, n),
+                     drawing.sinkhorn_caption(rows, columns, n), drawing.SUM_COLUMNS,
+                     drawing.sums_table(rows, columns))
         self.seconds = time.perf_counter() - started
