@@ -1,11 +1,10 @@
 """Explorers driven by their controls: the live figure is always the picture of its state."""
 
-import warnings
 from html import escape
 
 import pytest
+from viz_helpers import nano_lab
 
-import labkit
 from labkit.explorers.attention import AttentionExplorer
 from labkit.explorers.writing import WritingExplorer
 from labkit.viz.attention import attention_over_text
@@ -18,9 +17,7 @@ TEXT = ("It is a truth universally acknowledged, that a single man in possession
 
 @pytest.fixture(scope="module")
 def lab():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return labkit.load("nano", device="cpu")
+    return nano_lab()
 
 
 @pytest.fixture(scope="module")

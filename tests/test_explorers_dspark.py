@@ -1,10 +1,10 @@
 """The explorers of speculative decoding, driven by their controls."""
 
-import warnings
 from html import escape
 
 import pytest
 from test_viz_dspark import study
+from viz_helpers import nano_lab
 
 import labkit
 from labkit.explorers.load import LoadExplorer
@@ -16,9 +16,7 @@ from labkit.viz.speculation import speculation_step
 
 @pytest.fixture(scope="module")
 def lab():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return labkit.load("nano", device="cpu")
+    return nano_lab()
 
 
 def drawn(figure):

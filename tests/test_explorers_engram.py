@@ -1,12 +1,11 @@
 """Engram's explorers driven by their controls: the figure is always the picture of its state."""
 
 import statistics
-import warnings
 from html import escape
 
 import pytest
+from viz_helpers import nano_lab
 
-import labkit
 from labkit.explorers.collisions import CollisionExplorer
 from labkit.explorers.engram import EngramExplorer
 from labkit.text.corpus import load_corpus
@@ -20,9 +19,7 @@ TEXT = "It is a truth universally acknowledged, that a single man"
 
 @pytest.fixture(scope="module")
 def lab():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return labkit.load("nano", device="cpu")
+    return nano_lab()
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 """The explorers of a block and of rounding: the live figure is the picture of its state."""
 
 import statistics
-import warnings
 from html import escape
 
 import pytest
+from viz_helpers import nano_lab
 
 import labkit
 from labkit.explorers.blocks import FACTORS, BlockExplorer
@@ -18,9 +18,7 @@ TEXT = ("It is a truth universally acknowledged, that a single man in possession
 
 @pytest.fixture(scope="module")
 def lab():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return labkit.load("nano", device="cpu")
+    return nano_lab()
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,11 @@
 """Explorers of the selection driven by their controls: the live figure is that of their state."""
 
-import warnings
 from html import escape
 
 import pytest
 from test_explorers import drawn
+from viz_helpers import nano_lab
 
-import labkit
 from labkit.config import ModelConfig
 from labkit.errors import InputError
 from labkit.explorers.selection import CostExplorer, OverlapExplorer, SelectionExplorer
@@ -20,9 +19,7 @@ TEXT = ("It is a truth universally acknowledged, that a single man in possession
 
 @pytest.fixture(scope="module")
 def lab():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return labkit.load("nano", device="cpu")
+    return nano_lab()
 
 
 @pytest.fixture(scope="module")

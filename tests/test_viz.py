@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import warnings
 import xml.etree.ElementTree as ElementTree
 from html import unescape
 
@@ -10,8 +9,8 @@ import plotly.colors
 import plotly.graph_objects as go
 import pytest
 import torch
+from viz_helpers import nano_lab
 
-import labkit
 from labkit.config import ModelConfig
 from labkit.engine.transcript import Candidate, Event
 from labkit.errors import InputError
@@ -32,9 +31,7 @@ PRESETS = ("nano", "mini", "flash")
 
 @pytest.fixture(scope="module")
 def lab():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return labkit.load("nano", device="cpu")
+    return nano_lab()
 
 
 @pytest.fixture(scope="module")

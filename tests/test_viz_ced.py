@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
+from viz_helpers import nano_lab
 
 import labkit
 from labkit.engine.replay import reach
@@ -18,9 +17,7 @@ from labkit.viz import causal, passes
 
 @pytest.fixture(scope="module")
 def lab():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return labkit.load("nano", device="cpu")
+    return nano_lab()
 
 
 @pytest.fixture(scope="module")

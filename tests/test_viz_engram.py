@@ -1,7 +1,6 @@
 """Engram's figures show the run's rows and gates, and n-grams counted another way."""
 
 import math
-import warnings
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from functools import reduce
@@ -10,6 +9,7 @@ from operator import xor
 import numpy as np
 import pytest
 import torch
+from viz_helpers import nano_lab
 
 import labkit
 from labkit.config import ModelConfig
@@ -39,9 +39,7 @@ LONG = "She was not at all afraid of the rain, and the rain was not afraid. " * 
 
 @pytest.fixture(scope="module")
 def lab():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return labkit.load("nano", device="cpu")
+    return nano_lab()
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,11 @@
 
 import itertools
 import math
-import warnings
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
+from viz_helpers import nano_lab
 
 import labkit
 from labkit.errors import InputError
@@ -29,9 +29,7 @@ def lab():
 
 @pytest.fixture(scope="module")
 def nano():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return labkit.load("nano", device="cpu")
+    return nano_lab()
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,12 @@
 """Figures of the selection show the run: every number again, another way."""
 
-import warnings
 import xml.etree.ElementTree as ElementTree
 from math import isnan, log2, log10
 
 import pytest
 import torch
+from viz_helpers import nano_lab
 
-import labkit
 from labkit import mutants
 from labkit.config import ModelConfig
 from labkit.errors import InputError
@@ -25,9 +24,7 @@ FLASH = ModelConfig.preset("flash")
 
 @pytest.fixture(scope="module")
 def lab():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return labkit.load("nano", device="cpu")
+    return nano_lab()
 
 
 @pytest.fixture(scope="module")

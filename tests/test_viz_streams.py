@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
+from viz_helpers import nano_lab
 
 import labkit
 from labkit.errors import InputError
@@ -19,9 +18,7 @@ TEXT = "It is a truth universally acknowledged, that a single man in possession"
 
 @pytest.fixture(scope="module")
 def lab():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return labkit.load("nano", device="cpu")
+    return nano_lab()
 
 
 @pytest.fixture(scope="module")
