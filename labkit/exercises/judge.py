@@ -119,7 +119,7 @@ def _told(exercise: Exercise, case: Case, found: str, said: str = "") -> str:
     lines = [f"\u2717 {exercise.number} {exercise.title}",
              f"  Checked: {case.property}.", f"  Found: {found}."]
     if said:
-        lines.append(f"  This is what comes out when one mistakes something: {said}")
+        lines.append(f"  Likely cause: {said}")
     lines.append("  The help below the cell has three steps; open one at a time.")
     return "\n".join(lines)
 
