@@ -52,9 +52,9 @@ found, claimed = [round(n / 1e9) for n in numbers], [552, 196, 8, 16]
 right = sum(x == y for x, y in zip(found, claimed, strict=True))
 print(f"your guess {guess}, computed {right}: {found}")
 near = all(abs(n / 1e9 - y) < 1 for n, y in zip(numbers, claimed, strict=True))
-print(ledger.judge(1, near, f"{numbers[0] / 1e9:.1f} B backbone, {numbers[1] / 1e9:.1f} B "
-                   f"Engram tables (cut off, not rounded), {numbers[2] / 1e9:.1f} B and "
-                   f"{numbers[3] / 1e9:.1f} B active"))
+B = [f"{n / 1e9:.1f} B" for n in numbers]
+print(ledger.judge(1, near, f"{B[0]} backbone, {B[1]} Engram tables (cut off, not "
+                   f"rounded), {B[2]} and {B[3]} active"))
 
 # %% id="roles"
 kinds = [role.kind for role in flash.roles]
