@@ -89,8 +89,8 @@ row = flash.engram_head_dim
 fp8, fp4 = row + row // 32, row // 2 + row // 32      # a scale for 32 in both
 saved = tables * (1 - fp4 / fp8)
 print(f"tables {tables / 1e9:.1f} GB, {fp8} bytes a row; in FP4 {fp4}")
-print(ledger.judge(24, round(saved / 1e9) == 98, f"{saved / 1e9:.1f} GB; what it does to "
-                   "quality is another question"))
+print(ledger.judge(24, round(saved / 1e9) == 98, f"{saved / 1e9:.1f} GB; what it does "
+                   "to quality is another question"))
 
 # %% [markdown] id="speed"
 # ## 2. Prefill
@@ -103,7 +103,8 @@ guess = 2.1
 
 # %% id="speed-here"
 W = flash.sliding_window
-factor = {T: T * L / (T * E + min(T, W) * (L - E)) for T in (128, 1024, 16_384, 1 << 20)}
+lengths = (128, 1024, 16_384, 1 << 20)
+factor = {T: T * L / (T * E + min(T, W) * (L - E)) for T in lengths}
 print(f"your guess {guess}, computed {max(factor.values()):.3f};",
       {T: round(f, 2) for T, f in factor.items()})
 print(ledger.judge(3, max(factor.values()) >= 2.1, "passes allow less than 2.0, and a "
@@ -120,8 +121,8 @@ kept = {both: causal.change(causal.streams(lab, ids, both), causal.streams(
 print("token 130 replaced; tokens that can be kept: causal", kept[False], "| both ways",
       kept[True])
 print(ledger.judge(27, kept[False] == 130 > kept[True],
-                   f"of 130 tokens before a change a causal encoder keeps all, one that "
-                   f"reads both ways {kept[True]} (mini)"))
+                   "of 130 tokens before a change a causal encoder keeps all, one "
+                   f"that reads both ways {kept[True]} (mini)"))
 
 # %% [markdown] id="cache"
 # ## 3. Bytes a token
@@ -165,8 +166,9 @@ print(ledger.judge(5, round(ratio) == 437, f"389,120 / 890 = {ratio:.1f}"))
 
 # %% id="eighth"
 print(ledger.add(20, "not derivable here", "global KV alone is "
-                 f"{by_name['V4-Flash'] / 890:.2f} times less; the rest is that windows "
-                 "are no longer kept on disk, and how many V4 kept is not in the config"))
+                 f"{by_name['V4-Flash'] / 890:.2f} times less; the rest is that "
+                 "windows are no longer kept on disk, and how many V4 kept is not in "
+                 "the config"))
 
 # %% [markdown] id="explore"
 # ### Explore
@@ -236,8 +238,8 @@ a, b, c = torch.randint(90_000, (3, 20_000), generator=g)
 rows = [((x * m[0]) ^ (b * m[1])) % prime for x in (a, a + 1, c)]
 near, far = ((rows[0] - r).abs().double().mean() for r in rows[1:])
 print(f"your guess {guess}, computed {near / far:.2f}")
-print(ledger.judge(11, bool(near < 0.5 * far), "rows of neighbouring classes are as far "
-                   f"apart as random ones ({near / far:.2f} of it)"))
+print(ledger.judge(11, bool(near < 0.5 * far), "rows of neighbouring classes are as "
+                   f"far apart as random ones ({near / far:.2f} of it)"))
 
 # %% [markdown] id="fp4"
 # ## 5. FP4
@@ -262,8 +264,9 @@ print(ledger.judge(15, block["nvfp4"] == 16, "of the entries; index keys have on
                    f"{block['mxfp4']}"))
 beside = 2.5 * 64 * 2                  # 64 channels in BF16, 2.5 entries a token
 print(ledger.judge(16, by_name["V4.1-Flash"] >= 890 + beside,
-                   f"the stores hold {by_name['V4.1-Flash']:.0f} bytes a token, codes and "
-                   f"scales of all {flash.head_dim} values; with it {890 + beside:.0f}"))
+                   f"the stores hold {by_name['V4.1-Flash']:.0f} bytes a token, codes "
+                   f"and scales of all {flash.head_dim} values; with it "
+                   f"{890 + beside:.0f}"))
 
 # %% id="degradation"
 from labkit.train.controls import cache_rounding
@@ -293,7 +296,7 @@ print(ledger.add(19, "not derivable here", "a time needs that machine; and a rep
 kind = (stages, flash.dspark_block_size)
 print(ledger.judge(21, kind == (3, 5), "stages and slots; the scheduler is the DSpark "
                    "paper's"))
-print(ledger.add(22, "not derivable here", "a matter of the prompt, not of the weights"))
+print(ledger.add(22, "not derivable here", "a matter of the prompt, not of weights"))
 print(ledger.add(28, "not derivable here", "how a service is run; the report says so"))
 
 # %% [markdown] id="all"
