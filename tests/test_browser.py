@@ -85,7 +85,7 @@ def test_the_first_notebook_lives(browser, tmp_path, theme):
 
 # Live figures of each notebook; the first one has a test of its own above.
 LIVE = {"01_ced": 2, "02_engram": 2, "03_csa2": 3, "04_fp4": 2, "06_dspark": 2,
-        "07_streams_experts": 3}
+        "07_streams_experts": 3, "10_claims": 1}
 ALL_NUMBERS = """() => JSON.stringify([...document.querySelectorAll('.js-plotly-plot')].map(
     plot => plot.data.map(trace => [Array.from(trace.x || []), Array.from(trace.y || []),
                                     Array.from(trace.base || [])])))"""
