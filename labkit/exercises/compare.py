@@ -41,9 +41,8 @@ def _difference(actual: Any, expected: Any, tolerance: float, where: str) -> str
             return f"expected {len(expected)} elements{at}, got {len(actual)}"
         return _first(tolerance, [(f"{where}[{i}]", a, e) for i, (a, e) in enumerate(
             zip(actual, expected, strict=True))])
-    if isinstance(actual, (torch.Tensor, np.ndarray)) and actual.size in ((), 1) or (
-            isinstance(actual, torch.Tensor) and actual.numel() == 1):
-        actual = actual.item()
+    if isinstance(actual, (torch.Tensor, np.ndarray)) and actual.reshape(-1).shape[0] == 1:
+        actual = actual.item()                              # one number stands for itself
     if isinstance(expected, float) and not isinstance(actual, bool):
         if not isinstance(actual, (int, float, np.number)):
             return f"expected a number{at}, got {_kind(actual)}"

@@ -42,8 +42,7 @@ class FootprintExplorer(Explorer):
 
     def _moved(self, change: Any) -> None:
         started = time.perf_counter()
-        picture = self.picture()
-        self._redraw([*drawing.parts(self.listed, self.tokens.value),
-                      {"x": list(picture.figure.data[2].x)}], picture.alt, picture.caption,
-                     picture.columns, picture.rows)
+        at = (self.listed, self.tokens.value, self.memory.value)
+        self._redraw(drawing.parts(*at), drawing.alt(*at[:2]), drawing.caption(*at),
+                     drawing.COLUMNS, drawing.table(*at))
         self.seconds = time.perf_counter() - started

@@ -81,27 +81,28 @@ def footprint(listed: Sequence[Design], tokens: int, memory: float) -> Picture:
                             "1 TB"]},
         yaxis={"range": [n - 0.5, -0.5], "fixedrange": True, "showgrid": False, "zeroline": False,
                "tickvals": list(range(n)), "ticktext": [d.name for d in listed]}))
-    bars, words = parts(listed, tokens)
+    bars, words, line = parts(listed, tokens, memory)
     fig.add_bar(orientation="h", width=0.6, name="what grows with the text", hoverinfo="skip",
                 marker={"color": [OKABE_ITO["orange"] if i == n - 1 else OKABE_ITO["sky"]
                                   for i in range(n)], "line": {"width": 0}}, **bars)
     fig.add_scatter(mode="text", textposition="middle right", hoverinfo="skip", name="sizes",
                     showlegend=False, cliponaxis=False, **words)
-    fig.add_scatter(x=[log10(memory)] * 2, y=[-0.5, n - 0.5], mode="lines", name="free memory",
-                    line={"color": NEUTRAL, "width": 2, "dash": "dash"}, hoverinfo="skip")
+    fig.add_scatter(mode="lines", name="free memory", hoverinfo="skip",
+                    line={"color": NEUTRAL, "width": 2, "dash": "dash"}, **line)
     return Picture(fig, alt(listed, tokens), caption(listed, tokens, memory), COLUMNS,
                    table(listed, tokens, memory))
 
 
-def parts(listed: Sequence[Design], tokens: int) -> list[dict[str, Any]]:
-    """Bars and the words behind them. InputError for fewer than 1 token."""
+def parts(listed: Sequence[Design], tokens: int, memory: float) -> list[dict[str, Any]]:
+    """Bars, the words behind them, the line of the memory. InputError for less than 1 token."""
     if tokens < 1:
         raise InputError(f"tokens is {tokens}: must be 1 or more")
     sizes = [d.bytes_a_token * tokens for d in listed]
     ends = [min(12.0, max(5.0, log10(size))) for size in sizes]
     rows = list(range(len(listed)))
     return [{"y": rows, "x": [end - 5 for end in ends], "base": [5.0] * len(rows)},
-            {"y": rows, "x": ends, "text": [" " + told(size) for size in sizes]}]
+            {"y": rows, "x": ends, "text": [" " + told(size) for size in sizes]},
+            {"x": [log10(memory)] * 2, "y": [-0.5, len(rows) - 0.5]}]
 
 
 def told(size: float) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from labkit.config import ModelConfig
 from labkit.model.work import Work, counting
+from labkit.train.agreement import Agreement
 from labkit.viz.palette import FLOWS, ROLES
 from labkit.viz.picture import Picture, base_layout
 
@@ -64,8 +65,9 @@ def prefill(lab: Lab, ids: Sequence[int], mode: str) -> Prefill:
 
 def kl(expected: Prefill, found: Prefill) -> float:
     """KL(expected || found) of the next token behind the prompt, in nats."""
-    p, q = (x.logits.double().log_softmax(-1) for x in (expected, found))
-    return max(0.0, float((p.exp() * (p - q)).sum()))
+    agreement = Agreement()
+    agreement.add(expected.logits[None], found.logits[None])
+    return agreement.mean
 
 
 def passes_map(config: ModelConfig, run: Prefill, full: Prefill, longest: int) -> Picture:
